@@ -1,0 +1,215 @@
+"""The CUDA backend: which kernels for which GPU, how their one argument is packed, the launches.
+
+A *schedule* is a way to lay the work out over the GPU. All of them compute the same stage images
+and the same recurrence (kernels_src/common); results agree to rounding.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from ctypes import Array, c_char, create_string_buffer
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kda_jit import settings
+from kda_jit.backends.base import LaunchRecord, Query, device_capability, record_launch
+from kda_jit.backends.cuda_rules import cuda_rejections
+from kda_jit.errors import InputError
+from kda_jit.jit import KernelSpec, arch_for, arch_named, load
+from kda_jit.jit.launch import Kernel
+from kda_jit.workspace import STAGE_BYTES, Workspace, default_workspace, stage_slots
+
+if TYPE_CHECKING:
+    from kda_jit.contract import KdaProblem
+
+#: struct KdaArgs of kernels_src/common/kda_args.cuh, which asserts the size on its side.
+_ARGS = struct.Struct("@16P16q4i2f2I")
+_ARGS_BYTES = 288
+
+_CU_SEQLENS_64 = 1 << 0
+_STATE_INDICES_64 = 1 << 1
+_OFFSETS_64 = 1 << 2
+_INITIAL_BF16 = 1 << 3
+_FINAL_BF16 = 1 << 4
+_CHECKPOINT_BF16 = 1 << 5
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel of a schedule: its block, and its dynamic shared memory in bytes."""
+
+    entry: str
+    block: int
+    smem: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A file of kernels_src, the kernels it launches in order, and where it runs.
+
+    capabilities   major compute capabilities; the target is the device's own
+    """
+
+    name: str
+    file: str
+    launches: tuple[Launch, ...]
+    capabilities: tuple[int, ...]
+
+    def spec(self, target: str) -> KernelSpec:
+        return KernelSpec(self.file, tuple(launch.entry for launch in self.launches), target)
+
+
+PORTABLE = Schedule(
+    "portable",
+    "sm80/kda_prefill.cu",
+    (Launch("kda_prepare", 64, 36480), Launch("kda_recurrence", 128, 98176)),
+    (8, 9, 10, 12),
+)
+SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE,)}
+
+
+def compile_specs(target: str) -> list[KernelSpec]:
+    """Everything that ships for a target, buildable without a GPU."""
+    major = arch_named(target).cc[0]
+    return [s.spec(target) for s in SCHEDULES.values() if major in s.capabilities]
+
+
+class _Frame(threading.local):
+    """The packed arguments: one buffer a thread, since a launch copies it before it returns."""
+
+    def __init__(self) -> None:
+        self.buffer: Array[c_char] = create_string_buffer(_ARGS_BYTES)
+
+
+class CudaBackend:
+    """The kernels of kernels_src, compiled for the GPU at hand."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self._frame = _Frame()
+
+    def rejects(self, query: Query) -> list[str]:
+        return cuda_rejections(query)
+
+    def run(self, problem: KdaProblem, workspace: Workspace | None) -> None:
+        p = problem
+        device_index = p.q.get_device()
+        schedule = _schedule(settings.schedule(), device_index)
+        target = _target(settings.arch(), device_index)
+        prepare, recurrence = _kernels(schedule, target, device_index)
+        stream = torch._C._cuda_getCurrentRawStream(device_index)
+
+        slots = stage_slots(p.B * p.T, p.N, checkpoints=p.checkpoint_state is not None)
+        if workspace is None:
+            workspace = default_workspace(p.device, stream)
+        stages = workspace.address(
+            "prefill_stages", slots * p.HV * STAGE_BYTES, caller="cuda prefill", stream=stream
+        )
+        args = self._frame.buffer
+        _pack(args, p, stages, slots)
+        prepare.launch(
+            (slots * p.HV, 1, 1), schedule.launches[0].block, schedule.launches[0].smem, stream, args
+        )
+        recurrence.launch(
+            (p.N * p.HV * 2, 1, 1),
+            schedule.launches[1].block,
+            schedule.launches[1].smem,
+            stream,
+            args,
+            pdl=_overlaps(target),
+        )
+        record_launch(
+            LaunchRecord("cuda", (prepare.name, recurrence.name), schedule.name, target)
+        )
+
+
+def warmup(device: torch.device) -> None:
+    """Compiles and loads every kernel that a call on `device` may need."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    schedule = _schedule(settings.schedule(), index)
+    _kernels(schedule, _target(settings.arch(), index), index)
+
+
+def _kernels(schedule: Schedule, target: str, device_index: int) -> tuple[Kernel, Kernel]:
+    kernels = load(_spec(schedule, target), device_index).kernels
+    return kernels[schedule.launches[0].entry], kernels[schedule.launches[1].entry]
+
+
+@lru_cache(maxsize=64)
+def _spec(schedule: Schedule, target: str) -> KernelSpec:
+    return schedule.spec(target)
+
+
+@lru_cache(maxsize=64)
+def _schedule(asked: str, device_index: int) -> Schedule:
+    """The schedule that the environment asks for by name, else the device's."""
+    if asked == "auto":
+        return PORTABLE
+    if asked not in SCHEDULES:
+        raise InputError(
+            f"{settings.SCHEDULE.name}: expected auto, {', '.join(SCHEDULES)}, got {asked!r}."
+        )
+    return SCHEDULES[asked]
+
+
+@lru_cache(maxsize=64)
+def _target(asked: str | None, device_index: int) -> str:
+    if asked is not None:
+        return asked
+    capability = device_capability(torch.device("cuda", device_index))
+    assert capability is not None, "the resolver let a device without a capability pass"
+    arch = arch_for(capability)
+    assert arch is not None, "the resolver let an unknown architecture pass"
+    return arch.target
+
+
+@lru_cache(maxsize=64)
+def _overlaps(target: str) -> bool:
+    """Programmatic dependent launch, which the kernels compile in from sm_90 on."""
+    return arch_named(target).cc >= (9, 0)
+
+
+def _pack(args: Array[c_char], p: KdaProblem, workspace: int, slots: int) -> None:
+    q, k, v, g, beta, out = p.q, p.k, p.v, p.g, p.beta, p.out
+    initial, final, checkpoint = p.initial_state, p.final_state, p.checkpoint_state
+    cu_seqlens, indices, offsets = p.cu_seqlens, p.state_indices, p.checkpoint_offsets
+    flags = 0
+    if cu_seqlens is not None and cu_seqlens.dtype is torch.int64:
+        flags |= _CU_SEQLENS_64
+    if indices is not None and indices.dtype is torch.int64:
+        flags |= _STATE_INDICES_64
+    if offsets is not None and offsets.dtype is torch.int64:
+        flags |= _OFFSETS_64
+    if initial is not None and initial.dtype is torch.bfloat16:
+        flags |= _INITIAL_BF16
+    if final.dtype is torch.bfloat16:
+        flags |= _FINAL_BF16
+    if checkpoint is not None and checkpoint.dtype is torch.bfloat16:
+        flags |= _CHECKPOINT_BF16
+    _ARGS.pack_into(
+        args, 0,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(), out.data_ptr(),
+        p.A_log.data_ptr(), p.dt_bias.data_ptr(),
+        _pointer(initial), final.data_ptr(), _pointer(checkpoint),
+        _pointer(cu_seqlens), _pointer(indices), _pointer(p.has_initial_state), _pointer(offsets),
+        workspace,
+        q.stride(1), k.stride(1), v.stride(1), g.stride(1), beta.stride(1), out.stride(1),
+        q.stride(0), k.stride(0), v.stride(0), g.stride(0), beta.stride(0), out.stride(0),
+        0 if initial is None else initial.stride(0),
+        final.stride(0),
+        0 if checkpoint is None else checkpoint.stride(0),
+        0 if indices is None else indices.stride(0),
+        p.N, p.T, p.H, p.HV,
+        p.scale, p.lower_bound,
+        flags, slots,
+    )  # fmt: skip
+
+
+def _pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

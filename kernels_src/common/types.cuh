@@ -1,0 +1,62 @@
+// Integers, 16-bit floats and vector accesses that NVRTC does not hand us. Header-free on purpose:
+// a kernel that includes no toolkit header cannot be broken by a header of another release.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+struct alignas(8) Pair32 {
+    u32 x, y;
+};
+struct alignas(16) Quad32 {
+    u32 x, y, z, w;
+};
+struct alignas(16) Float4 {
+    float x, y, z, w;
+};
+struct alignas(8) Float2 {
+    float x, y;
+};
+
+#define KDA_DEVICE __device__ __forceinline__
+
+// bf16 lives in the upper half of an fp32 word, so unpacking is a shift or a mask.
+KDA_DEVICE float bf16_lo(u32 pair) { return __uint_as_float(pair << 16); }
+KDA_DEVICE float bf16_hi(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+KDA_DEVICE float bf16_to_float(u16 x) { return __uint_as_float(static_cast<u32>(x) << 16); }
+
+// Round to nearest even; `lo` lands in bits 0..15, which is the lower column of an MMA fragment.
+KDA_DEVICE u32 pack_bf16(float lo, float hi) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+KDA_DEVICE u32 pack_f16(float lo, float hi) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+
+KDA_DEVICE Quad32 load_quad(const void* p) { return *static_cast<const Quad32*>(p); }
+KDA_DEVICE Pair32 load_pair(const void* p) { return *static_cast<const Pair32*>(p); }
+KDA_DEVICE void store_quad(void* p, Quad32 v) { *static_cast<Quad32*>(p) = v; }
+
+// Inputs are read once: keep them out of the way of the workspace in L1.
+KDA_DEVICE Quad32 load_quad_streaming(const void* p) {
+    Quad32 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+KDA_DEVICE Pair32 load_pair_streaming(const void* p) {
+    Pair32 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+
+KDA_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
