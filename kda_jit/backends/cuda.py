@@ -67,7 +67,7 @@ class Schedule:
 PORTABLE = Schedule(
     "portable",
     "sm80/kda_prefill.cu",
-    (Launch("kda_prepare", 64, 36480), Launch("kda_recurrence", 128, 98176)),
+    (Launch("kda_prepare", 64, 36992), Launch("kda_recurrence", 128, 98176)),
     (8, 9, 10, 12),
 )
 SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE,)}
@@ -114,7 +114,11 @@ class CudaBackend:
         args = self._frame.buffer
         _pack(args, p, stages, slots)
         prepare.launch(
-            (slots * p.HV, 1, 1), schedule.launches[0].block, schedule.launches[0].smem, stream, args
+            (slots * p.HV, 1, 1),
+            schedule.launches[0].block,
+            schedule.launches[0].smem,
+            stream,
+            args,
         )
         recurrence.launch(
             (p.N * p.HV * 2, 1, 1),
@@ -124,9 +128,7 @@ class CudaBackend:
             args,
             pdl=_overlaps(target),
         )
-        record_launch(
-            LaunchRecord("cuda", (prepare.name, recurrence.name), schedule.name, target)
-        )
+        record_launch(LaunchRecord("cuda", (prepare.name, recurrence.name), schedule.name, target))
 
 
 def warmup(device: torch.device) -> None:

@@ -6,8 +6,8 @@
 //   wy           A_k = T^T (k exp(G_last - G)), A_q = M T
 //
 // Warp w owns the 16 tokens of block w. exp(+G) and exp(-G) are taken from the block's own start, where |G| <= 80 cannot
-// overflow; between the blocks every exponent is negative. Scores of a block need bf16 operands for exp(-G) up to e^80;
-// all else is at most 1 in magnitude and goes through f16, eight times as precise.
+// overflow; between the blocks every exponent is negative. Scores of a block need fp32's range for exp(-G) up to e^80 and
+// go through tf32; all else is at most 1 in magnitude and goes through f16, which is as precise.
 //
 // The gates are summed with a lane for four channels, token after token, in fp32. Everything else uses the
 // MMA layout with permuted channels: lane (gid, tid) holds tokens gid and gid + 8, channels 32 m + 8 tid .. + 7 of each
@@ -21,13 +21,21 @@
 constexpr int kGRow = kHeadDim + 4;  // floats: neighbouring rows start 16 bytes apart, modulo the banks
 
 struct PrepareSmem {
-    float G[kChunk][kGRow];           // cumulative log2 decay from the block's start; later T and block 1's k_local
-    float block_decay[2][kHeadDim];   // exp(G) at the end of each block
+    float G[kChunk][kGRow];            // cumulative log2 decay from the block's start; later T and block 1's k_local
+    float own_decay[2][kHeadDim];      // exp(G) at the end of the block; block 0: / kBlock0Scale
+    u32 other_decay[2][kHeadDim / 2];  // f16 pairs: of block 1, and of block 0 * kBlock0Scale
     alignas(128) u8 k[2 * kHalfTile];  // raw bf16; then k_restored, f16, channels permuted: position 32 m + 8 jj + 2 tid + b is 32 m + 8 tid + 2 jj + b
     alignas(128) u8 q[2 * kHalfTile];  // raw bf16; then block 0's k_end and block 1's q_local
     float A_columns[2][kBlock][kBlock];  // [block][j][i]: column j of A, for the substitution
     float beta[kChunk];
 };
+
+// Block 0's k and q are scaled as the image wants them; block 1's, which its other_decay multiplies, by so much less.
+constexpr float kBlock0Scale = 0x1p4f;
+static_assert(kKeyScale == kWriteScale * kBlock0Scale, "k_end and block 1's k_local carry kWriteScale");
+constexpr float kMScale = kWriteScale * kQueryScale / kBlock0Scale;  // of M in f16
+// tf32 operands are truncated: each loses 0.72 * 2^-11 of itself on average, which the scores get back.
+constexpr float kTruncation = 1.0f + 2 * 0.72f * 0x1p-11f;
 
 // Fragments that one warp leaves for the other (or for itself), lane by lane, in the place of what it has used up. Each is
 // 16 bytes a lane for 16 channels; group m has two.
@@ -51,8 +59,8 @@ KDA_DEVICE int beta_shift(float beta_max) {
     return beta_max < 0x1p-6f && beta_max > 0.0f ? min(-1 - ilogb_fast(beta_max), 60) : 0;
 }
 
-// 1 / |x| of a row of which four lanes hold 32 channels each; eps counts as one more square.
-KDA_DEVICE float row_rsqrt(const u8* tile, int row, float prescale) {
+// Sum of squares of a row of which four lanes hold 32 channels each, scaled.
+KDA_DEVICE float row_squares(const u8* tile, int row, float prescale) {
     float sum = 0.0f;
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -66,148 +74,216 @@ KDA_DEVICE float row_rsqrt(const u8* tile, int row, float prescale) {
         }
     }
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    return rsqrt_approx(fmaf(kNormEps * prescale, prescale, sum)) * prescale;
-}
-// Squares of values beyond 2^60 overflow fp32: a warp that meets one measures its rows again, scaled down.
-KDA_DEVICE float inverse_norm(const u8* tile, int row) {
-    const float r = row_rsqrt(tile, row, 1.0f);
-    if (!__any_sync(0xffffffffu, r == 0.0f)) return r;
-    const float scaled = row_rsqrt(tile, row, 0x1p-70f);
-    return r == 0.0f ? scaled : r;
+    return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
-// Block `warp` of chunk `chunk` of sequence `seq` for value head `hv`; `barrier()` joins the two warps, who call it equally often.
-template <int warp, typename Barrier>
-KDA_DEVICE void prepare_block(const KdaArgs& args, const Sequence& seq, const Chunk& chunk, int hv, u8* image,
-                              PrepareSmem& smem, Barrier barrier) {
-    const int lane = threadIdx.x & 31, gid = lane >> 2, tid = lane & 3;
-    const int row0 = warp * kBlock;
+// scale / |x| of rows row and row + 8, eps counted as one more square. The squares are the diagonal of the rows' Gram matrix:
+// exact products, fp32 sums, and no unpacking.
+KDA_DEVICE void inverse_norms(float (&r)[2], const u8* tile, int row, float scale) {
+    const int gid = (threadIdx.x & 31) >> 2, tid = threadIdx.x & 3;
+    float gram[2][4] = {};
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+        const Quad32 x = load_quad(tile + tile_offset(row, 4 * m + tid)), y = load_quad(tile + tile_offset(row + 8, 4 * m + tid));
+        const u32 a[4] = {x.x, y.x, x.y, y.y}, b[4] = {x.z, y.z, x.w, y.w};
+        mma_bf16(gram[0], a, x.x, x.y);
+        mma_bf16(gram[1], a, y.x, y.y);
+        mma_bf16(gram[0], b, x.z, x.w);
+        mma_bf16(gram[1], b, y.z, y.w);
+    }
+    // Row gid's own square is with the lane of its quad that holds column gid.
+    const int from = 4 * gid + (gid >> 1);
+    float squares[2] = {__shfl_sync(0xffffffffu, gid & 1 ? gram[0][1] : gram[0][0], from),
+                        __shfl_sync(0xffffffffu, gid & 1 ? gram[1][3] : gram[1][2], from)};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) r[i] = rsqrt_approx(squares[i] + kNormEps) * scale;
+    // Squares of values beyond 2^60 overflow fp32: a warp that meets some measures its rows again, scaled down.
+    constexpr float kDown = 0x1p-70f;
+    if (__any_sync(0xffffffffu, r[0] == 0.0f || r[1] == 0.0f)) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float scaled = rsqrt_approx(row_squares(tile, row + 8 * i, kDown)) * kDown * scale;
+            if (r[i] == 0.0f) r[i] = scaled;
+        }
+    }
+}
+
+// Where a chunk's raw inputs begin (its first token, its head), and their token strides in bytes.
+struct ChunkInputs {
+    const u8 *q, *k, *g, *beta;
+    i32 q_step, k_step, g_step, beta_step;
+    i32 valid;  // 1 .. 32 tokens
+};
+
+KDA_DEVICE ChunkInputs locate_inputs(const KdaArgs& args, const Sequence& seq, const Chunk& chunk, int hv) {
     const int h = hv / (args.HV / args.H);
     const i64 token = seq.first + chunk.start;
+    const auto at = [&](const u16* x, i64 batch, i64 step, int channel) {
+        return reinterpret_cast<const u8*>(x + seq.batch * batch + token * step + channel);
+    };
+    ChunkInputs in;
+    in.q = at(args.q, args.q_batch, args.q_token, h * kHeadDim);
+    in.k = at(args.k, args.k_batch, args.k_token, h * kHeadDim);
+    in.g = at(args.g, args.g_batch, args.g_token, hv * kHeadDim);
+    in.beta = at(args.beta, args.beta_batch, args.beta_token, hv);
+    in.q_step = 2 * static_cast<i32>(args.q_token);  // the host holds token strides below 2^30
+    in.k_step = 2 * static_cast<i32>(args.k_token);
+    in.g_step = 2 * static_cast<i32>(args.g_token);
+    in.beta_step = 2 * static_cast<i32>(args.beta_token);
+    in.valid = chunk.valid;
+    return in;
+}
 
-    // Loads first: q and k on their way to shared memory while the gates are worked on. A lane fetches the pieces that
-    // it will read itself, so waiting for its own copies is enough.
-    const u16* q = args.q + seq.batch * args.q_batch + (token + row0 + gid) * args.q_token + h * kHeadDim + 8 * tid;
-    const u16* k = args.k + seq.batch * args.k_batch + (token + row0 + gid) * args.k_token + h * kHeadDim + 8 * tid;
+// Block `warp` of a chunk of value head `hv`. `barrier()` joins the two warps, who call it equally often; `wait_for_place()`
+// returns when the image may be written, and is called by warp 0 as late as can be.
+template <int warp, typename Barrier, typename Wait>
+KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv, u8* image, PrepareSmem& smem, Barrier barrier,
+                              Wait wait_for_place) {
+    const int lane = threadIdx.x & 31, gid = lane >> 2, tid = lane & 3;
+    constexpr int row0 = warp * kBlock;
+
+    // Loads first: the gates, then q and k on their way to shared memory while the gates are worked on. Rows past the
+    // last token repeat it, where the value does not matter, or are zeros. A lane fetches the pieces of q and k that it will
+    // read itself, so waiting for its own copies is enough.
+    Pair32 g_raw[kBlock];
+    {
+        const u8* g = in.g + static_cast<i64>(min(row0, in.valid - 1)) * in.g_step + 8 * lane;
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) {
+            g_raw[i] = load_pair_streaming(g);
+            g += row0 + i + 1 < in.valid ? in.g_step : 0;
+        }
+    }
+    const int beta_row = row0 + (lane & 15);
+    const u16 beta_raw = *reinterpret_cast<const u16*>(in.beta + static_cast<i64>(min(beta_row, in.valid - 1)) * in.beta_step);
+    const float A_log = args.A_log[hv];
+    Float4 bias = *reinterpret_cast<const Float4*>(args.dt_bias + hv * kHeadDim + 4 * lane);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = row0 + gid + 8 * r;
-        const bool live = row < chunk.valid;
-        const u16* q_row = live ? q + 8 * r * args.q_token : args.q;  // any address will do for no bytes
-        const u16* k_row = live ? k + 8 * r * args.k_token : args.k;
+        const bool live = row < in.valid;
+        const i64 at = live ? row : 0;  // any address will do for no bytes
+        const u8 *q = in.q + at * in.q_step + 16 * tid, *k = in.k + at * in.k_step + 16 * tid;
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-            cp_async_16_or_zero(shared_address(smem.k + tile_offset(row, 4 * m + tid)), k_row + 32 * m, live);
-            cp_async_16_or_zero(shared_address(smem.q + tile_offset(row, 4 * m + tid)), q_row + 32 * m, live);
+            cp_async_16_or_zero(shared_address(smem.k + tile_offset(row, 4 * m + tid)), k + 64 * m, live);
+            cp_async_16_or_zero(shared_address(smem.q + tile_offset(row, 4 * m + tid)), q + 64 * m, live);
         }
     }
     cp_async_commit();
-    const u16* g = args.g + seq.batch * args.g_batch + (token + row0) * args.g_token + hv * kHeadDim + 4 * lane;
-    Pair32 g_raw[kBlock];
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i)
-        g_raw[i] = row0 + i < chunk.valid ? load_pair_streaming(g + i * args.g_token) : Pair32{0, 0};
-    float beta = 0.0f;
-    if (lane < kBlock && row0 + lane < chunk.valid) {
-        beta = sigmoid(bf16_to_float(args.beta[seq.batch * args.beta_batch + (token + row0 + lane) * args.beta_token + hv]));
-    }
-    if (lane < kBlock) smem.beta[row0 + lane] = beta;
 
     // gate_cumsum: lane owns channels 4 lane .. + 3. Masked tokens neither decay nor, with k = q = beta = 0, write.
     {
-        const float slope = exp2_approx(kLog2E * args.A_log[hv]);
-        const Float4 bias = *reinterpret_cast<const Float4*>(args.dt_bias + hv * kHeadDim + 4 * lane);
+        const float slope = -kLog2E * exp2_approx(kLog2E * A_log);
+        bias.x *= slope, bias.y *= slope, bias.z *= slope, bias.w *= slope;
         const float bound = args.lower_bound * kLog2E;
+        const auto gate = [&](float x, float b) { return reciprocal_approx(1.0f + exp2_approx(fmaf(slope, x, b))); };
         Float4 sum{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < kBlock; ++i) {
-            const float live = row0 + i < chunk.valid ? bound : 0.0f;
-            sum.x = fmaf(live, sigmoid(slope * (bf16_lo(g_raw[i].x) + bias.x)), sum.x);
-            sum.y = fmaf(live, sigmoid(slope * (bf16_hi(g_raw[i].x) + bias.y)), sum.y);
-            sum.z = fmaf(live, sigmoid(slope * (bf16_lo(g_raw[i].y) + bias.z)), sum.z);
-            sum.w = fmaf(live, sigmoid(slope * (bf16_hi(g_raw[i].y) + bias.w)), sum.w);
+            const float live = row0 + i < in.valid ? bound : 0.0f;
+            sum.x = fmaf(live, gate(bf16_lo(g_raw[i].x), bias.x), sum.x);
+            sum.y = fmaf(live, gate(bf16_hi(g_raw[i].x), bias.y), sum.y);
+            sum.z = fmaf(live, gate(bf16_lo(g_raw[i].y), bias.z), sum.z);
+            sum.w = fmaf(live, gate(bf16_hi(g_raw[i].y), bias.w), sum.w);
             *reinterpret_cast<Float4*>(&smem.G[row0 + i][4 * lane]) = sum;
         }
-        *reinterpret_cast<Float4*>(&smem.block_decay[warp][4 * lane]) =
-            Float4{exp2_approx(sum.x), exp2_approx(sum.y), exp2_approx(sum.z), exp2_approx(sum.w)};
+        const float x = exp2_approx(sum.x), y = exp2_approx(sum.y), z = exp2_approx(sum.z), w = exp2_approx(sum.w);
+        constexpr float own = warp ? 1.0f : 1.0f / kBlock0Scale, other = warp ? 1.0f : kBlock0Scale;
+        *reinterpret_cast<Float4*>(&smem.own_decay[warp][4 * lane]) = Float4{x * own, y * own, z * own, w * own};
+        *reinterpret_cast<Pair32*>(&smem.other_decay[1 - warp][2 * lane]) =
+            Pair32{pack_f16(x * other, y * other), pack_f16(z * other, w * other)};
+        if (lane < kBlock) smem.beta[beta_row] = beta_row < in.valid ? sigmoid(bf16_to_float(beta_raw)) : 0.0f;
     }
     cp_async_wait<0>();
-    float k_inverse_norm[2], q_inverse_norm[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        k_inverse_norm[r] = inverse_norm(smem.k, row0 + gid + 8 * r);
-        q_inverse_norm[r] = inverse_norm(smem.q, row0 + gid + 8 * r);
-    }
-    barrier();  // G, block_decay and beta of both blocks are in place
+    constexpr float k_scale = warp ? kKeyScale / kBlock0Scale : kKeyScale, q_scale = warp ? kQueryScale / kBlock0Scale : kQueryScale;
+    float k_norm[2], q_norm[2];
+    inverse_norms(k_norm, smem.k, row0 + gid, k_scale);
+    inverse_norms(q_norm, smem.q, row0 + gid, q_scale);
+    if (warp == 0) wait_for_place();
+    barrier();  // G, the decays and beta of both blocks are in place
 
     const int shift = beta_shift(warp_max_positive(smem.beta[lane]));
 
     // intra: scores within the block, and the chunk-level operands on the way.
-    float A[2][4] = {}, M[2][4] = {};     // C tiles: columns 0..7 and 8..15 of the block
+    float A[2][4] = {}, M[2][4] = {};  // C tiles: columns 0..7 and 8..15 of the block, times the scales
+    // Offsets of this lane's own piece and of the four pieces it shares with its quad, in row gid of group 0.
+    const int own_piece = tile_offset(row0 + gid, tid);
+    int shared_piece[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) shared_piece[j] = tile_offset(row0 + gid, j) + 4 * tid;
 #pragma unroll 1  // unrolled, it needs twice the registers and gains nothing
     for (int m = 0; m < 4; ++m) {
         const int channel = 32 * m + 8 * tid;
-        float own[8], other[8];  // decay of this block, and of the one before or after it
-#pragma unroll
-        for (int c = 0; c < 8; c += 4) {
-            *reinterpret_cast<Float4*>(own + c) = *reinterpret_cast<const Float4*>(&smem.block_decay[warp][channel + c]);
-            *reinterpret_cast<Float4*>(other + c) = *reinterpret_cast<const Float4*>(&smem.block_decay[1 - warp][channel + c]);
-        }
-        u32 k_bf16[2][4], q_bf16[2][4], k_grown[2][4], k_end[2][4], k_f16[2][4], q_f16[2][4];  // pairs of channels, by row
-        const Quad32 k_raw[2] = {load_quad(smem.k + tile_offset(row0 + gid, 4 * m + tid)),
-                                 load_quad(smem.k + tile_offset(row0 + gid + 8, 4 * m + tid))};
-        const Quad32 q_raw[2] = {load_quad(smem.q + tile_offset(row0 + gid, 4 * m + tid)),
-                                 load_quad(smem.q + tile_offset(row0 + gid + 8, 4 * m + tid))};
+        const int odd = (m & 1) << 6, tile = (m >> 1) * kHalfTile;  // the swizzle is an XOR: group 1 lies at ^ 64
+        const int piece = (own_piece ^ odd) + tile;
+        const Quad32 k_raw[2] = {load_quad(smem.k + piece), load_quad(smem.k + piece + 8 * kRowBytes)};
+        const Quad32 q_raw[2] = {load_quad(smem.q + piece), load_quad(smem.q + piece + 8 * kRowBytes)};
+        float own_decay[8];
+        *reinterpret_cast<Float4*>(own_decay) = *reinterpret_cast<const Float4*>(&smem.own_decay[warp][channel]);
+        *reinterpret_cast<Float4*>(own_decay + 4) = *reinterpret_cast<const Float4*>(&smem.own_decay[warp][channel + 4]);
+        const Quad32 other = load_quad(&smem.other_decay[warp][channel / 2]);
+        const u32 other_decay[4] = {other.x, other.y, other.z, other.w};
         __syncwarp();  // the warp has read group m of k and q, whose places are about to be reused
+
+        u32 k_f16[2][4], q_f16[2][4], k_end[2][4];  // pairs of channels, by row
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float G[2][4];
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                *reinterpret_cast<Float4*>(G[r]) = *reinterpret_cast<const Float4*>(&smem.G[row0 + gid + 8 * r][channel + 4 * half]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int j = 2 * half + i;
+                float kd[2][2], qd[2][2], grown[2][2];
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const Quad32 kq = k_raw[r], qq = q_raw[r];
+                    const u32 k_pair = j == 0 ? kq.x : j == 1 ? kq.y : j == 2 ? kq.z : kq.w;
+                    const u32 q_pair = j == 0 ? qq.x : j == 1 ? qq.y : j == 2 ? qq.z : qq.w;
+                    float end[2];
+#pragma unroll
+                    for (int b = 0; b < 2; ++b) {
+                        const float k = (b ? bf16_hi(k_pair) : bf16_lo(k_pair)) * k_norm[r];
+                        const float q = (b ? bf16_hi(q_pair) : bf16_lo(q_pair)) * q_norm[r];
+                        const float decay = exp2_approx(G[r][2 * i + b]);
+                        kd[r][b] = k * decay;
+                        qd[r][b] = q * decay;
+                        grown[r][b] = k * exp2_approx(-G[r][2 * i + b]);
+                        end[b] = grown[r][b] * own_decay[2 * j + b];
+                    }
+                    k_f16[r][j] = pack_f16(kd[r][0], kd[r][1]);
+                    q_f16[r][j] = pack_f16(qd[r][0], qd[r][1]);
+                    k_end[r][j] = pack_f16(end[0], end[1]);
+                }
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    mma_tf32(A[n], kd[0][0], kd[1][0], kd[0][1], kd[1][1], grown[n][0], grown[n][1]);
+                    mma_tf32(M[n], qd[0][0], qd[1][0], qd[0][1], qd[1][1], grown[n][0], grown[n][1]);
+                }
+            }
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = row0 + gid + 8 * r;
-            const Quad32 kq = k_raw[r], qq = q_raw[r];
-            const u32 k_pairs[4] = {kq.x, kq.y, kq.z, kq.w}, q_pairs[4] = {qq.x, qq.y, qq.z, qq.w};
             u32 k_image[4], q_image[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const Float2 G = *reinterpret_cast<const Float2*>(&smem.G[row][channel + 2 * j]);
-                const float decay_lo = exp2_approx(G.x), decay_hi = exp2_approx(G.y);
-                const float k_lo = bf16_lo(k_pairs[j]) * k_inverse_norm[r], k_hi = bf16_hi(k_pairs[j]) * k_inverse_norm[r];
-                const float kd_lo = k_lo * decay_lo, kd_hi = k_hi * decay_hi;
-                const float qd_lo = bf16_lo(q_pairs[j]) * q_inverse_norm[r] * decay_lo;
-                const float qd_hi = bf16_hi(q_pairs[j]) * q_inverse_norm[r] * decay_hi;
-                const float grown_lo = k_lo * exp2_approx(-G.x), grown_hi = k_hi * exp2_approx(-G.y);
-                const float end_lo = grown_lo * own[2 * j], end_hi = grown_hi * own[2 * j + 1];
-                k_bf16[r][j] = pack_bf16(kd_lo, kd_hi);
-                q_bf16[r][j] = pack_bf16(qd_lo, qd_hi);
-                k_grown[r][j] = pack_bf16(grown_lo, grown_hi);
-                k_end[r][j] = pack_f16(end_lo, end_hi);
-                k_f16[r][j] = pack_f16(kd_lo, kd_hi);
-                q_f16[r][j] = pack_f16(qd_lo, qd_hi);
-                const float scale_lo = kOperandScale * (warp ? other[2 * j] : 1.0f);
-                const float scale_hi = kOperandScale * (warp ? other[2 * j + 1] : 1.0f);
-                k_image[j] = pack_f16(kd_lo * scale_lo, kd_hi * scale_hi);
-                q_image[j] = pack_f16(qd_lo * scale_lo, qd_hi * scale_hi);
-                *reinterpret_cast<u32*>(smem.k + tile_offset(row, 4 * m + j) + 4 * tid) =
-                    warp ? pack_f16(end_lo, end_hi) : pack_f16(end_lo * other[2 * j], end_hi * other[2 * j + 1]);
+                k_image[j] = warp ? mul_f16x2(k_f16[r][j], other_decay[j]) : k_f16[r][j];
+                q_image[j] = warp ? mul_f16x2(q_f16[r][j], other_decay[j]) : q_f16[r][j];
+                const u32 restored = warp ? k_end[r][j] : mul_f16x2(k_end[r][j], other_decay[j]);
+                *reinterpret_cast<u32*>(smem.k + (shared_piece[j] ^ odd) + tile + 8 * r * kRowBytes) = restored;
             }
-            const int at = tile_offset(row, 4 * m + tid);
-            store_quad(image + kKDecayed + at, Quad32{k_image[0], k_image[1], k_image[2], k_image[3]});
-            store_quad(image + kQDecayed + at, Quad32{q_image[0], q_image[1], q_image[2], q_image[3]});
+            store_quad(image + kKDecayed + piece + 8 * r * kRowBytes, Quad32{k_image[0], k_image[1], k_image[2], k_image[3]});
+            store_quad(image + kQDecayed + piece + 8 * r * kRowBytes, Quad32{q_image[0], q_image[1], q_image[2], q_image[3]});
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {  // 16 channels each
+        for (int half = 0; half < 2; ++half) {
             const int j = 2 * half;
-            const u32 k_a[4] = {k_bf16[0][j], k_bf16[1][j], k_bf16[0][j + 1], k_bf16[1][j + 1]};
-            const u32 q_a[4] = {q_bf16[0][j], q_bf16[1][j], q_bf16[0][j + 1], q_bf16[1][j + 1]};
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                mma_bf16(A[n], k_a, k_grown[n][j], k_grown[n][j + 1]);
-                mma_bf16(M[n], q_a, k_grown[n][j], k_grown[n][j + 1]);
-            }
-            if (warp == 0) {
+            if (warp == 0)
                 *k_end_fragment(smem, m, half, lane) = Quad32{k_end[0][j], k_end[0][j + 1], k_end[1][j], k_end[1][j + 1]};
-            } else {
+            else
                 *q_local_fragment(smem, m, half, lane) = Quad32{q_f16[0][j], q_f16[1][j], q_f16[0][j + 1], q_f16[1][j + 1]};
-            }
         }
         if (warp == 1) {
             __syncwarp();  // the warp has read group m of G
@@ -218,14 +294,16 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const Sequence& seq, const Ch
             }
         }
     }
-    // Causality, and beta on the rows of A.
+    // Causality (what lies above the diagonal may have overflowed: select, never multiply), and beta on the rows of A.
+    constexpr float A_scale = kTruncation / (k_scale * k_scale);
+    constexpr float M_scale = kTruncation * (kQueryScale / q_scale) * (kKeyScale / k_scale) / (kBlock0Scale * kBlock0Scale);  // leaves M * kMScale
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int i = gid + 8 * (e >> 1), j = 8 * n + 2 * tid + (e & 1);
-            smem.A_columns[warp][j][i] = j < i ? A[n][e] * smem.beta[row0 + i] : 0.0f;
-            if (j > i) M[n][e] = 0.0f;
+            smem.A_columns[warp][j][i] = j < i ? A[n][e] * (A_scale * smem.beta[row0 + i]) : 0.0f;
+            M[n][e] = j <= i ? M[n][e] * M_scale : 0.0f;
         }
     }
     barrier();  // A, k_restored and block 0's keys are in place
@@ -276,7 +354,8 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const Sequence& seq, const Ch
         ldmatrix_x4_trans(t00, shared_address(t_element(smem, tile_row, tile_column)));
         ldmatrix_x4(t11, shared_address(t_element(smem, 16 + tile_row, 16 + tile_column)));
         const u32 l[4] = {pack_f16(L[0][0], L[0][1]), pack_f16(L[0][2], L[0][3]), pack_f16(L[1][0], L[1][1]), pack_f16(L[1][2], L[1][3])};
-        const float unshift = -exp2_int(-shift);  // both factors carry 2^shift, the product needs one
+        // Both factors carry 2^shift, the product needs one; L carries the scales of its keys.
+        const float unshift = -exp2_int(-shift) / (kWriteScale * kWriteScale);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             float p[4] = {}, t10[4] = {};
@@ -339,7 +418,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const Sequence& seq, const Ch
             mma_f16(low[0], m_10, b[0], b[1]);
             mma_f16(low[1], m_10, b[2], b[3]);
         }
-        const float scale = kOperandScale * exp2_int(-shift);
+        const float scale = kQueryScale * kWriteScale / kMScale * exp2_int(-shift);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -356,7 +435,8 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const Sequence& seq, const Ch
     {
         const int c = 64 * warp + 2 * lane;
         *reinterpret_cast<Float2*>(image + kDecay + 4 * c) =
-            Float2{smem.block_decay[0][c] * smem.block_decay[1][c], smem.block_decay[0][c + 1] * smem.block_decay[1][c + 1]};
+            Float2{kBlock0Scale * smem.own_decay[0][c] * smem.own_decay[1][c],
+                   kBlock0Scale * smem.own_decay[0][c + 1] * smem.own_decay[1][c + 1]};
         if (warp == 0 && lane == 0) {
             *reinterpret_cast<float*>(image + kShift) = exp2_int(shift);
             *reinterpret_cast<i32*>(image + kShift + 4) = shift;

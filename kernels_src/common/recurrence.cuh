@@ -62,7 +62,7 @@ KDA_DEVICE void choose_units(StateTile& state, float v_max) {
 }
 
 // One chunk. `image`: the stage in shared memory; `v_tile`: [32 tokens x 64] bf16, tile_offset layout; v0: the warp's first
-// column in it; o: O^T in C tiles over tokens, in units of 2^exponent / kOperandScale as it was on entry (returned).
+// column in it; o: O^T in C tiles over tokens, times kQueryScale, in units of 2^exponent as they were then (returned).
 KDA_DEVICE int advance_chunk(StateTile& state, u32 image, u32 v_tile, int v0, float (&o)[4][4]) {
     const int lane = threadIdx.x & 31, tid = lane & 3;
     const int tile_row = (lane & 7) + 8 * ((lane >> 3) & 1), tile_piece = lane >> 4;
@@ -130,16 +130,17 @@ KDA_DEVICE int advance_chunk(StateTile& state, u32 image, u32 v_tile, int v0, fl
         }
     }
 
-    // R, as A fragments over tokens.
+    // R / kWriteScale, as A fragments over tokens.
     u32 r[2][4];
     {
-        const float unscale = -1.0f / kOperandScale;
+        const float unscale = -1.0f / (kKeyScale * kWriteScale);
+        const float v_scale = to_units * (1.0f / kWriteScale);
 #pragma unroll
         for (int nt = 0; nt < 4; ++nt) {
-            const float r0 = fmaf(x[nt][0], unscale, bf16_lo(v[nt][0]) * to_units);
-            const float r1 = fmaf(x[nt][1], unscale, bf16_hi(v[nt][0]) * to_units);
-            const float r2 = fmaf(x[nt][2], unscale, bf16_lo(v[nt][1]) * to_units);
-            const float r3 = fmaf(x[nt][3], unscale, bf16_hi(v[nt][1]) * to_units);
+            const float r0 = fmaf(x[nt][0], unscale, bf16_lo(v[nt][0]) * v_scale);
+            const float r1 = fmaf(x[nt][1], unscale, bf16_hi(v[nt][0]) * v_scale);
+            const float r2 = fmaf(x[nt][2], unscale, bf16_lo(v[nt][1]) * v_scale);
+            const float r3 = fmaf(x[nt][3], unscale, bf16_hi(v[nt][1]) * v_scale);
             r[nt / 2][2 * (nt & 1)] = pack_f16(r0, r1);
             r[nt / 2][2 * (nt & 1) + 1] = pack_f16(r2, r3);
         }

@@ -1,16 +1,17 @@
 // The stage image: what the prepare step hands to the recurrence for one chunk of one value head.
 //
-//   k_decayed  f16 [32 x 128]  k_t exp(G_t) * 2^12         X = S k_decayed      G: gate cumsum from the chunk's start
-//   q_decayed  f16 [32 x 128]  q_t exp(G_t) * 2^12         O = S q_decayed + R A_q
-//   a_k        f16 [32 x 128]  (T^T k_restored) * 2^s      S' = D S + A_k^T R   R = V - X
-//   a_q        f16 [32 x 32]   (M T) * 2^12
-//   decay      f32 [128]       exp(G_last)                 D
+//   k_decayed  f16 [32 x 128]  k_t exp(G_t) * kKeyScale               X = S k_decayed   G: gate cumsum from the chunk's start
+//   q_decayed  f16 [32 x 128]  q_t exp(G_t) * kQueryScale             O = S q_decayed + R A_q
+//   a_k        f16 [32 x 128]  T^T k_restored * 2^s * kWriteScale     S' = D S + A_k^T R      R = V - X
+//   a_q        f16 [32 x 32]   M T * kQueryScale * kWriteScale
+//   decay      f32 [128]       exp(G_last)                        D
 //   shift      f32, i32        2^s and s
 //
 // k and q have unit length, T = (I + A)^-1 diag(beta) and beta < 1, so every entry is at most 1 before its power of two; the
-// powers keep small entries out of f16's subnormals. Row-major tiles of 128-byte rows (64 elements, two tiles a
-// matrix) with the 16-byte pieces of a row XORed by row % 8: conflict-free for ldmatrix, and the 128-byte swizzle of
-// wgmma. a_q has rows of 64 bytes, pieces XORed by (row / 2) % 4: the 64-byte swizzle.
+// powers keep small entries out of f16's subnormals. R is fed divided by kWriteScale, which undoes that of a_k and a_q.
+// Row-major tiles of 128-byte rows (64 elements, two tiles a matrix) with the 16-byte pieces of a row XORed by row % 8:
+// conflict-free for ldmatrix, and the 128-byte swizzle of wgmma. a_q has rows of 64 bytes, pieces XORed by (row / 2) % 4:
+// the 64-byte swizzle.
 #pragma once
 #include "common/types.cuh"
 
@@ -28,7 +29,9 @@ constexpr int kDecay = kAq + kChunk * kChunk * 2;
 constexpr int kShift = kDecay + kHeadDim * 4;
 constexpr int kStageBytes = kShift + 128;
 
-constexpr float kOperandScale = 4096.0f;  // the 2^12 above
+constexpr float kKeyScale = 0x1p11f;
+constexpr float kQueryScale = 0x1p8f;
+constexpr float kWriteScale = 0x1p7f;  // times kQueryScale, a_q's: at most 2^15
 
 // Byte offset of the 16-byte piece holding channels [8 piece, 8 piece + 8) of `row`.
 KDA_DEVICE int tile_offset(int row, int piece) {

@@ -13,7 +13,7 @@
 #include "common/recurrence.cuh"
 #include "common/sequence.cuh"
 
-static_assert(sizeof(PrepareSmem) == 36480, "keep kda_jit/backends/cuda.py in step");
+static_assert(sizeof(PrepareSmem) == 36992, "keep kda_jit/backends/cuda.py in step");
 
 // Six CTAs an SM where shared memory allows: at most 168 registers.
 extern "C" __global__ void __launch_bounds__(64, 6) kda_prepare(const __grid_constant__ KdaArgs args) {
@@ -28,11 +28,12 @@ extern "C" __global__ void __launch_bounds__(64, 6) kda_prepare(const __grid_con
     const int c = static_cast<int>(slot - slot_base(args, n));
     if (c >= seq.num_chunks) return;
     u8* image = args.workspace + (slot * args.HV + hv) * kStageBytes;
+    const ChunkInputs in = locate_inputs(args, seq, chunk_of(seq, c), hv);
     const auto barrier = [] { __syncthreads(); };
     if (threadIdx.x < 32)
-        prepare_block<0>(args, seq, chunk_of(seq, c), hv, image, smem, barrier);
+        prepare_block<0>(args, in, hv, image, smem, barrier, [] {});
     else
-        prepare_block<1>(args, seq, chunk_of(seq, c), hv, image, smem, barrier);
+        prepare_block<1>(args, in, hv, image, smem, barrier, [] {});
 }
 
 constexpr int kWarps = 4;
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(128, 2) kda_recurrence(const __grid
         const int exponent = advance_chunk(state, shared_address(smem.image[stage]), shared_address(smem.v[stage]), warp * kVRows, o);
 
         // O^T to token rows: transpose 8 x 8 tiles, stage, store 16 bytes a lane.
-        const float scale = args.scale * (1.0f / kOperandScale) * exp2_int(exponent);
+        const float scale = args.scale * (1.0f / kQueryScale) * exp2_int(exponent);
 #pragma unroll
         for (int nt = 0; nt < 4; ++nt) {
             smem.out[warp][8 * nt + gid][tid] = movmatrix_trans(pack_bf16(o[nt][0] * scale, o[nt][1] * scale));

@@ -1,0 +1,46 @@
+// Barriers of sm_90 and the copies that complete on them: mbarriers in shared memory, named barriers, 1-D bulk copies.
+//
+// A phase of an mbarrier ends when all expected arrivals and all expected bytes are in; waiters name the parity of
+// the phase they wait for, which starts at 0 and flips each time.
+#pragma once
+#include "common/types.cuh"
+
+KDA_DEVICE void mbarrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Between the inits and the first use by other threads or by bulk copies; those threads need a barrier as well.
+KDA_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+KDA_DEVICE void mbarrier_arrive_expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// One of the expected arrivals, made once all cp.async of this thread so far have landed.
+KDA_DEVICE void mbarrier_arrive_after_cp_async(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+// By whole warps: a lane that spins alone costs its warp 150 cycles more.
+KDA_DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@p bra done;\n"
+        "bra again;\n"
+        "done:\n"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// `bytes` contiguous bytes of global memory, both ends aligned to 16; they count towards the mbarrier's phase.
+KDA_DEVICE void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+                 "l"(global), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// Joins `threads` threads of the CTA, a multiple of 32; id 0 is __syncthreads's.
+KDA_DEVICE void named_barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
