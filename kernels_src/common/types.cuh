@@ -59,4 +59,11 @@ KDA_DEVICE Pair32 load_pair_streaming(const void* p) {
     return v;
 }
 
+// Volatile, like the others: a load must be issued where it stands, not where its value is needed.
+KDA_DEVICE u16 load_half_streaming(const void* p) {
+    u16 v;
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+
 KDA_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }

@@ -30,7 +30,7 @@ constexpr OperandLayout operand_layout(u32 leading_bytes, u32 stride_bytes, u32 
     return {leading_bytes >> 4 << 16, stride_bytes >> 4 | swizzle << 30};
 }
 constexpr u32 kSwizzle128 = 1, kSwizzle64 = 2;
-// Stride: between groups of 8 rows. Leading: between tiles of 64 columns (MN-major only).
+// Stride: between groups of 8 rows. Leading: between tiles of 64 columns (MN-major only; else ignored).
 constexpr OperandLayout kRowsOf128Bytes = operand_layout(16, 8 * 128, kSwizzle128);
 constexpr OperandLayout kRowsOf64Bytes = operand_layout(16, 8 * 64, kSwizzle64);
 
