@@ -1,0 +1,88 @@
+"""Every environment variable that kda_jit reads: its name, default, and one sentence about it.
+
+Values are read when asked for, never at import, so a notebook or a test may change one between two
+calls. An empty value counts as unset. An argument of a call always wins over the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One environment variable. `default` says what an unset one means, as a value or in words."""
+
+    name: str
+    default: str
+    meaning: str
+
+    def read(self) -> str:
+        """The variable's value, stripped; "" where it is unset or blank."""
+        return os.environ.get(self.name, "").strip()
+
+
+BACKEND = Setting(
+    "KDA_JIT_BACKEND",
+    "auto",
+    'Backend that backend="auto" stands for: auto, cuda (or flashkda), triton, torch.',
+)
+CACHE_DIR = Setting(
+    "KDA_JIT_CACHE_DIR",
+    "~/.cache/kda_jit",
+    "Folder of compiled kernels; a temporary folder takes its place where it is not writable.",
+)
+ARCH = Setting(
+    "KDA_JIT_ARCH",
+    "the device's own",
+    "Target to build for instead of the device's own, such as sm_80 or compute_80 for the portable "
+    "kernel.",
+)
+SCHEDULE = Setting(
+    "KDA_JIT_SCHEDULE",
+    "auto",
+    "CUDA schedule to use whatever the shape, by its name.",
+)
+KERNELS_SRC = Setting(
+    "KDA_JIT_KERNELS_SRC",
+    "the package's own",
+    "Folder to take the CUDA sources from, laid out like kernels_src.",
+)
+
+SETTINGS: tuple[Setting, ...] = (BACKEND, CACHE_DIR, ARCH, SCHEDULE, KERNELS_SRC)
+"""The whole table, in the order of docs/environment.md."""
+
+
+def backend() -> str:
+    """Backend name to use for "auto". Not checked here: the resolver knows the valid names."""
+    return BACKEND.read().lower() or BACKEND.default
+
+
+def cache_dir() -> Path:
+    """Folder that the user asks for, else the user's cache. It need not exist or be writable."""
+    asked = CACHE_DIR.read()
+    if asked:
+        return Path(asked).expanduser()
+    # A relative XDG_CACHE_HOME is void by the XDG specification.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        base = Path(os.path.expanduser("~")) / ".cache"
+    return base / "kda_jit"
+
+
+def arch() -> str | None:
+    """Forced target such as "sm_80"; None for the device's own. Checked by `jit.arch`."""
+    return ARCH.read().lower() or None
+
+
+def schedule() -> str:
+    """Forced schedule of the CUDA backend, "auto" for its own choice. Checked by that backend."""
+    return SCHEDULE.read().lower() or SCHEDULE.default
+
+
+def kernels_src() -> Path | None:
+    """Folder of CUDA sources that replaces the package's own, or None."""
+    asked = KERNELS_SRC.read()
+    return Path(asked).expanduser() if asked else None
