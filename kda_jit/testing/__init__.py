@@ -1,0 +1,41 @@
+"""Test material for kda_jit and for its users: cases, strategies over them, comparison.
+
+    from kda_jit.testing import Case, assert_close, plain_loss
+
+    case = Case(seed=3, lengths=(65, 0, 128), heads=2, regime="repeated")
+    x = case.tensors("cuda", torch.bfloat16)
+    want = x.reference()
+    out, final_state = kda_jit.prefill(*x.args, **x.kwargs)
+    assert_close("out", out, want.out, Limit(plain_loss(x).out), cu_seqlens=x.cu_seqlens, case=case)
+
+`kda_jit.testing.strategies` needs Hypothesis and is therefore imported by name.
+"""
+
+from .cases import REGIMES, TABLE_ROWS, Case, Inputs
+from .numeric import (
+    Limit,
+    PlainLoss,
+    Worst,
+    assert_close,
+    plain_loss,
+    relative_rms,
+    worst_block_error,
+    worst_state_error,
+)
+from .oracle import run_reference
+
+__all__ = [
+    "REGIMES",
+    "TABLE_ROWS",
+    "Case",
+    "Inputs",
+    "Limit",
+    "PlainLoss",
+    "Worst",
+    "assert_close",
+    "plain_loss",
+    "relative_rms",
+    "run_reference",
+    "worst_block_error",
+    "worst_state_error",
+]

@@ -1,0 +1,394 @@
+"""A Case is a few numbers that stand for a whole set of input tensors, the same on every device.
+
+A failing test prints its case; pasted into a notebook, the print is the reproduction:
+
+    Case(seed=17, lengths=(65, 0, 128), heads=3, regime='repeated').tensors("cuda")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_jit.reference import RecurrentResult, recurrent_kda
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """Everything that decides the tensors, save the device, the dtype and the head size.
+
+    seed         of every random number
+    lengths      tokens of each sequence; zeros are legal
+    heads        H, of q and k
+    value_heads  HV, a multiple of H; None: H
+    regime       a key of REGIMES: what the numbers look like
+    state_dtype  of the initial state, "float32" or "bfloat16"
+    initial      whether there is an initial state
+    packed       True: one row and cu_seqlens; False: a dense batch, all lengths equal
+    padding      rows after the last token, filled with NaN (packed only)
+    scale        None: K ** -0.5
+    """
+
+    seed: int = 0
+    lengths: tuple[int, ...] = (64,)
+    heads: int = 1
+    value_heads: int | None = None
+    regime: str = "random"
+    state_dtype: str = "float32"
+    initial: bool = True
+    packed: bool = True
+    padding: int = 0
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.regime not in REGIMES:
+            raise ValueError(f"regime: expected one of {', '.join(REGIMES)}, got {self.regime!r}.")
+        if not self.packed and (len(set(self.lengths)) > 1 or self.padding):
+            raise ValueError("lengths: a dense batch has sequences of one length and no padding.")
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults, but always seed, lengths and heads."""
+        shown = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if f.name in ("seed", "lengths", "heads") or getattr(self, f.name) != f.default
+        ]
+        return f"Case({', '.join(shown)})"
+
+    @property
+    def HV(self) -> int:
+        return self.heads if self.value_heads is None else self.value_heads
+
+    def tensors(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        head_dim: int = 128,
+        value_dim: int | None = None,
+    ) -> Inputs:
+        """The inputs: drawn on the CPU in float32, rounded to `dtype`, then moved to `device`."""
+        tokens, N = sum(self.lengths), len(self.lengths)
+        rng = _Rng(self.seed)
+        H, HV, K = self.heads, self.HV, head_dim
+        V = head_dim if value_dim is None else value_dim
+        draft = _Draft(
+            q=rng.normal(tokens, H, K),
+            k=rng.normal(tokens, H, K),
+            v=rng.normal(tokens, HV, V),
+            g=rng.normal(tokens, HV, K),
+            beta=rng.normal(tokens, HV),
+            A_log=torch.zeros(HV),
+            dt_bias=torch.zeros(HV, K),
+            state=0.1 * rng.normal(N, HV, V, K),
+        )
+        REGIMES[self.regime].build(draft, rng)
+
+        def finish(x: Tensor) -> Tensor:
+            limit = min(torch.finfo(dtype).max, torch.finfo(x.dtype).max)
+            x = x.clamp(-limit, limit).to(dtype)
+            if self.packed:
+                padding = x.new_full((self.padding, *x.shape[1:]), torch.nan)
+                return torch.cat([x, padding]).unsqueeze(0).to(device)
+            return x.reshape(N, self.lengths[0] if N else 0, *x.shape[1:]).to(device)
+
+        ends = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        state_dtype: torch.dtype = getattr(torch, self.state_dtype)
+        return Inputs(
+            q=finish(draft.q),
+            k=finish(draft.k),
+            v=finish(draft.v),
+            g=finish(draft.g),
+            beta=finish(draft.beta),
+            A_log=draft.A_log.to(device),
+            dt_bias=draft.dt_bias.to(device),
+            lower_bound=draft.lower_bound,
+            scale=self.scale,
+            initial_state=draft.state.to(state_dtype).to(device) if self.initial else None,
+            cu_seqlens=ends.to(device) if self.packed else None,
+            case=self,
+        )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a prefill: `kda_jit.prefill(*x.args, **x.kwargs)`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    lower_bound: float | None
+    scale: float | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    case: Case | None = field(default=None, compare=False)
+
+    @property
+    def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v, self.g, self.beta
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "lower_bound": self.lower_bound,
+            "scale": self.scale,
+            "initial_state": self.initial_state,
+            "cu_seqlens": self.cu_seqlens,
+        }
+
+    @property
+    def bounds(self) -> list[int]:
+        """First token of each sequence, and the end of the last, as in cu_seqlens."""
+        if self.cu_seqlens is None:
+            return [n * self.q.shape[1] for n in range(self.q.shape[0] + 1)]
+        return [int(end) for end in self.cu_seqlens.tolist()]
+
+    @property
+    def N(self) -> int:
+        return len(self.bounds) - 1
+
+    def reference(self, dtype: torch.dtype = torch.float64) -> RecurrentResult:
+        """The recurrence over these very inputs."""
+        return recurrent_kda(*self.args, **self.kwargs, dtype=dtype)
+
+    def replace(self, **changes: Any) -> Inputs:
+        """A copy with other tensors; what is not named is shared."""
+        return replace(self, **changes)
+
+    def pack(self, pieces: list[tuple[int, int, int]]) -> Inputs:
+        """One packed batch of pieces (sequence, first, end), counted within the sequence.
+
+        Each piece starts from the initial state of its sequence; `pack([(2, 0, 50)])` is the
+        first 50 tokens of sequence 2 alone. Padding is dropped.
+        """
+        starts = self.bounds
+        rows = [t for n, first, end in pieces for t in range(starts[n] + first, starts[n] + end)]
+        index = torch.tensor(rows, dtype=torch.long, device=self.q.device)
+        ends = torch.tensor([0, *(end - first for _, first, end in pieces)]).cumsum(0)
+        q, k, v, g, beta = (x.flatten(0, 1)[index].unsqueeze(0) for x in self.args)
+        state = self.initial_state
+        return self.replace(
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            initial_state=None if state is None else state[[n for n, _, _ in pieces]],
+            cu_seqlens=ends.to(torch.int32).to(self.q.device),
+        )
+
+    def sequence(self, n: int) -> Inputs:
+        """Sequence n alone."""
+        starts = self.bounds
+        return self.pack([(n, 0, starts[n + 1] - starts[n])])
+
+
+class _Rng:
+    """Random numbers that do not depend on the device or on torch's global state."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator)
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self._generator) * (high - low) + low
+
+    def coin(self, probability: float, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self._generator) < probability
+
+
+@dataclass
+class _Draft:
+    """Standard normal tensors that a regime overwrites where it differs. Tokens are flat."""
+
+    q: Tensor  # [T, H, K]
+    k: Tensor  # [T, H, K]
+    v: Tensor  # [T, HV, V]
+    g: Tensor  # [T, HV, K]
+    beta: Tensor  # [T, HV]
+    A_log: Tensor  # [HV], zero
+    dt_bias: Tensor  # [HV, K], zero
+    state: Tensor  # [N, HV, V, K], 0.1 * normal
+    lower_bound: float | None = -5.0
+
+
+@dataclass(frozen=True)
+class Regime:
+    """about: one line; build: turns a standard normal draft into this regime."""
+
+    about: str
+    build: Callable[[_Draft, _Rng], None]
+
+
+def _random(d: _Draft, rng: _Rng) -> None:
+    d.g -= 2.0
+    d.A_log = rng.uniform(0.5, 4.0, *d.A_log.shape).log()
+    d.dt_bias = 0.5 * rng.normal(*d.dt_bias.shape)
+
+
+def _slow(d: _Draft, rng: _Rng) -> None:
+    d.g = -10.8 + 0.3 * d.g  # 5 sigmoid(-10.8) = 1e-4
+
+
+def _mixed(d: _Draft, rng: _Rng) -> None:
+    rate = rng.uniform(log(1 / 3000), 0.0, *d.dt_bias.shape).exp()
+    d.dt_bias = torch.logit(rate / 5)
+    d.g = 0.1 * d.g
+
+
+def _saturated_open(d: _Draft, rng: _Rng) -> None:
+    d.g = torch.full_like(d.g, -200.0)
+
+
+def _saturated_closed(d: _Draft, rng: _Rng) -> None:
+    d.g = torch.full_like(d.g, 200.0)
+
+
+def _saturated_both(d: _Draft, rng: _Rng) -> None:
+    d.g = torch.where(rng.coin(0.2, *d.g.shape), 200.0, -200.0)
+
+
+def _correlated(d: _Draft, rng: _Rng) -> None:
+    d.k = rng.normal(1, *d.k.shape[1:]) + 0.3 * d.k
+    d.q = rng.normal(1, *d.q.shape[1:]) + 0.3 * d.q
+    d.beta = 2.2 + 0.3 * d.beta  # about 0.9
+    d.g = -5.0 + 0.3 * d.g
+
+
+def _repeated(d: _Draft, rng: _Rng) -> None:
+    d.k = rng.normal(1, *d.k.shape[1:]).expand_as(d.k).clone()
+    d.q = d.k.clone()
+    d.beta = torch.full_like(d.beta, 8.0)
+    d.g = torch.full_like(d.g, -12.0)
+
+
+def _tiny(d: _Draft, rng: _Rng) -> None:
+    d.q *= 1e-4
+    d.k *= 1e-4
+
+
+def _zero_rows(d: _Draft, rng: _Rng) -> None:
+    for x in (d.q, d.k, d.v):
+        x[rng.coin(0.25, *x.shape[:2])] = 0.0
+    d.q[:1] = 0.0
+    d.k[:1] = 0.0
+
+
+def _huge(d: _Draft, rng: _Rng) -> None:
+    d.q *= 1e4
+    d.k *= 1e4
+    d.v *= 1e3
+    d.g *= 1e3
+    d.beta *= 1e3
+
+
+def _large_state(d: _Draft, rng: _Rng) -> None:
+    d.state *= 1e6  # elements of about 1e5
+    d.g -= 4.0
+
+
+def _unbounded(d: _Draft, rng: _Rng) -> None:
+    d.lower_bound = None
+    d.A_log = rng.uniform(log(1e-3), log(16.0), *d.A_log.shape)
+    d.dt_bias = rng.uniform(-6.0, -2.0, *d.dt_bias.shape)
+
+
+def _unbounded_real(d: _Draft, rng: _Rng) -> None:
+    d.lower_bound = None
+    d.A_log = rng.uniform(log(1.0), log(200.0), *d.A_log.shape)
+    d.A_log[-1] = log(200.0)
+    d.g = torch.where(rng.coin(0.3, *d.g.shape), 10.0, -10.0) + d.g
+
+
+def _table_mixed_rates(d: _Draft, rng: _Rng) -> None:
+    d.A_log = rng.uniform(1.0, 16.0, *d.A_log.shape).log()
+
+
+def _table_plain(d: _Draft, rng: _Rng) -> None:
+    pass
+
+
+def _constant_gate(value: float) -> Callable[[_Draft, _Rng], None]:
+    def build(d: _Draft, rng: _Rng) -> None:
+        d.g = torch.full_like(d.g, value)
+
+    return build
+
+
+def _table_wide_gate(d: _Draft, rng: _Rng) -> None:
+    d.g *= 8.0
+
+
+def _table_bias(d: _Draft, rng: _Rng) -> None:
+    d.dt_bias = torch.where(rng.coin(0.5, *d.dt_bias.shape), 8.0, -8.0)
+
+
+def _table_keep(d: _Draft, rng: _Rng) -> None:
+    d.g = torch.full_like(d.g, -20.0)
+    d.beta = torch.full_like(d.beta, 8.0)
+
+
+def _table_keep_near_keys(d: _Draft, rng: _Rng) -> None:
+    _table_keep(d, rng)
+    d.k = rng.normal(1, *d.k.shape[1:]) + 0.02 * d.k
+
+
+#: The rows of the accuracy table (relative RMS errors at T = 4096, H = 8) and their titles there.
+#: q, k, v and beta logits are N(0, 1), A_log and dt_bias 0, unless the row says otherwise.
+TABLE_ROWS: dict[str, str] = {
+    "table_1_mixed_rates": "g ~ N(0,1), A = log U(1,16)",
+    "table_2_plain": "g ~ N(0,1), A_log 0",
+    "table_3_g_minus_8": "g = -8",
+    "table_4_g_minus_4": "g = -4",
+    "table_5_g_plus_8": "g = 8",
+    "table_6_wide_gate": "g ~ N(0,8)",
+    "table_7_bias": "dt_bias in {-8, 8}",
+    "table_8_keep": "g = -20, beta = +8 (nothing forgotten)",
+    "table_9_keep_near_keys": "the same with nearly equal keys (k0 + 0.02 N(0,1))",
+}
+
+_TABLE_BUILDERS = (
+    _table_mixed_rates,
+    _table_plain,
+    _constant_gate(-8.0),
+    _constant_gate(-4.0),
+    _constant_gate(8.0),
+    _table_wide_gate,
+    _table_bias,
+    _table_keep,
+    _table_keep_near_keys,
+)
+
+REGIMES: dict[str, Regime] = {
+    "random": Regime("ordinary inputs, memories of 1 to 100 tokens", _random),
+    "slow": Regime("decay of 0.9999 per token", _slow),
+    "mixed": Regime("memories of 1 to 3000 tokens side by side, log-uniform", _mixed),
+    "saturated_open": Regime("gate fully open: nothing is forgotten", _saturated_open),
+    "saturated_closed": Regime(
+        "gate fully closed: lower_bound in every channel", _saturated_closed
+    ),
+    "saturated_both": Regime("each gate fully open or fully closed", _saturated_both),
+    "correlated": Regime("keys near one direction, beta 0.9, slow decay", _correlated),
+    "repeated": Regime("one key (and query) for all tokens, beta near 1, no decay", _repeated),
+    "tiny": Regime("q and k of 1e-4, where the epsilon of l2norm matters", _tiny),
+    "zero_rows": Regime("a quarter of the rows of q, k, v exactly zero", _zero_rows),
+    "huge": Regime("q, k of 1e4, v, gate and beta logits of 1e3", _huge),
+    "large_state": Regime("initial state of 1e5", _large_state),
+    "unbounded": Regime("softplus gate, memories of 1 to 1000s of tokens", _unbounded),
+    "unbounded_real": Regime("softplus gate with exp(A_log) up to 200", _unbounded_real),
+} | {
+    name: Regime(TABLE_ROWS[name], build)
+    for name, build in zip(TABLE_ROWS, _TABLE_BUILDERS, strict=True)
+}

@@ -1,0 +1,181 @@
+"""Comparison with the recurrence: the worst block decides, and the message says where it is.
+
+A mean over a whole output hides a wrong tail, a wrong head or a state read from the neighbour's
+slot. So errors are relative RMS per (sequence, head, chunk of tokens) for outputs, per (sequence,
+head) for states. Limits are relative too, to what plain bf16 arithmetic loses on the same inputs:
+nearly equal keys cost any bf16 kernel 1e-2, random ones 3e-3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda_jit.reference import RecurrentResult, chunk_kda
+
+from .cases import Case, Inputs
+
+#: A block much quieter than its sequence and head is judged by this part of their RMS.
+QUIET = 0.05
+
+
+class Worst(NamedTuple):
+    """The block with the largest error; chunk is -1 for states, element indexes the tensor."""
+
+    error: float
+    sequence: int
+    head: int
+    chunk: int
+    element: tuple[int, ...]
+
+    @property
+    def place(self) -> str:
+        tail = f", chunk {self.chunk}" if self.chunk >= 0 else ""
+        return f"sequence {self.sequence}, head {self.head}{tail}"
+
+
+class PlainLoss(NamedTuple):
+    """Worst block errors of plain arithmetic in low precision, on given inputs."""
+
+    out: float
+    state: float
+
+
+@dataclass(frozen=True)
+class Limit:
+    """factor x what plain arithmetic loses + slack."""
+
+    plain: float
+    factor: float = 2.0
+    slack: float = 4e-4
+    label: str = "plain torch bf16"
+
+    @property
+    def allowed(self) -> float:
+        return self.factor * self.plain + self.slack
+
+    def __str__(self) -> str:
+        parts = f"{self.factor:g} x {self.label}, {self.plain:.1e}, + {self.slack:.0e}"
+        return f"{self.allowed:.1e} ({parts})"
+
+
+def relative_rms(got: Tensor, want: Tensor) -> float:
+    """|got - want| / |want| over everything, in float64; inf where got is not finite."""
+    want = want.double()
+    return _ratio((got.double() - want).square().sum(), want.square().sum()).sqrt().item()
+
+
+def worst_block_error(
+    got: Tensor, want: Tensor, cu_seqlens: Tensor | None = None, chunk: int = 64
+) -> Worst:
+    """Outputs [B, T, HV, V] by (sequence, head, chunk); rows past cu_seqlens[-1] do not count."""
+    B, T, HV = want.shape[:3]
+    bounds = [b * T for b in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    diff = (got.double() - want.double()).flatten(0, 1)  # [B * T, HV, V]
+    want = want.double().flatten(0, 1)
+    worst = Worst(0.0, -1, -1, -1, ())
+    for n, (begin, end) in enumerate(pairwise(bounds)):
+        if begin == end:
+            continue
+        chunks = -(-(end - begin) // chunk)
+        block = torch.arange(end - begin, device=want.device) // chunk
+
+        def by_block(x: Tensor, block: Tensor = block, chunks: int = chunks) -> Tensor:
+            rows = x.square().sum(-1)
+            return rows.new_zeros(chunks, HV).index_add_(0, block, rows)
+
+        rows_in = torch.bincount(block, minlength=chunks).unsqueeze(1)
+        error = by_block(diff[begin:end]) / rows_in
+        power = by_block(want[begin:end])
+        floor = QUIET**2 * power.sum(0) / (end - begin)
+        ratio = _ratio(error, torch.maximum(power / rows_in, floor)).sqrt()
+        at = int(ratio.argmax())
+        if ratio.flatten()[at] > worst.error or worst.sequence < 0:
+            c, head = divmod(at, HV)
+            first = begin + c * chunk
+            row, channel = _argmax(diff[first : min(first + chunk, end), head])
+            token = first + row
+            worst = Worst(
+                ratio.flatten()[at].item(), n, head, c, (token // T, token % T, head, channel)
+            )
+    return worst
+
+
+def worst_state_error(got: Tensor, want: Tensor) -> Worst:
+    """States [N, HV, V, K] by (sequence, head)."""
+    want = want.double()
+    diff = got.double() - want
+    if not diff.numel():
+        return Worst(0.0, -1, -1, -1, ())
+    ratio = _ratio(diff.square().sum((2, 3)), want.square().sum((2, 3))).sqrt()
+    n, head = _argmax(ratio)
+    return Worst(ratio[n, head].item(), n, head, -1, (n, head, *_argmax(diff[n, head])))
+
+
+def assert_close(
+    name: str,
+    got: Tensor,
+    want: Tensor,
+    limit: Limit | float,
+    *,
+    cu_seqlens: Tensor | None = None,
+    chunk: int = 64,
+    per: Literal["chunk", "state"] | None = None,
+    case: Case | None = None,
+) -> None:
+    """Raises AssertionError where the worst block of `got` errs by more than `limit`.
+
+    per  "chunk": an output, [B, T, HV, V]; "state": states, [N, HV, V, K].
+         None: "state" where `name` ends with "state".
+    """
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
+    if (per or ("state" if name.endswith("state") else "chunk")) == "state":
+        worst = worst_state_error(got, want)
+    else:
+        worst = worst_block_error(got, want, cu_seqlens, chunk)
+    allowed = limit.allowed if isinstance(limit, Limit) else limit
+    if worst.error <= allowed:
+        return
+    shown = str(limit) if isinstance(limit, Limit) else f"{limit:.1e}"
+    raise AssertionError(
+        f"{name}: relative RMS error {worst.error:.1e} at {worst.place}; allowed {shown}\n"
+        f"  worst element {list(worst.element)}: got {got[worst.element].item():.6g}, "
+        f"want {want[worst.element].item():.6g}     {case if case is not None else ''}".rstrip()
+    )
+
+
+def plain_loss(
+    inputs: Inputs,
+    want: RecurrentResult | None = None,
+    *,
+    operands: torch.dtype = torch.bfloat16,
+    chunk: int = 64,
+) -> PlainLoss:
+    """What the chunked form loses when only its operands and its output are rounded.
+
+    Everything else is float64, so this is the cost of the format and not of an implementation.
+    `want` is the recurrence over the same inputs, where it is known already.
+    """
+    want = inputs.reference() if want is None else want
+    plain = chunk_kda(*inputs.args, **inputs.kwargs, operands=operands)
+    out = plain.out.to(operands)
+    return PlainLoss(
+        worst_block_error(out, want.out, inputs.cu_seqlens, chunk).error,
+        worst_state_error(plain.final_state, want.final_state).error,
+    )
+
+
+def _ratio(error: Tensor, power: Tensor) -> Tensor:
+    """error / power where 0 / 0 is 0, anything else over 0 and NaN are inf."""
+    ratio = torch.where(error == 0, 0.0, error / power)
+    return torch.nan_to_num(ratio, nan=torch.inf, posinf=torch.inf)
+
+
+def _argmax(x: Tensor) -> tuple[int, int]:
+    """(row, column) of the largest magnitude of a matrix; NaN counts as largest."""
+    row, column = divmod(int(torch.nan_to_num(x.abs(), nan=torch.inf).argmax()), x.shape[1])
+    return row, column

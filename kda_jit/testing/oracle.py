@@ -1,0 +1,54 @@
+"""The whole contract of a prefill, buffers and pools included, by way of the reference."""
+
+from __future__ import annotations
+
+import torch
+
+from kda_jit.contract import KdaProblem
+from kda_jit.reference import recurrent_kda
+
+
+def run_reference(problem: KdaProblem, dtype: torch.dtype = torch.float64) -> None:
+    """What a backend's `run` must do, computed by `recurrent_kda` in `dtype`.
+
+    A law is tried on this first: a law that it breaks is a wrong law.
+    """
+    p = problem
+    slots = list(range(p.N)) if p.state_indices is None else p.state_indices.tolist()
+    fresh = [slot < 0 for slot in slots]
+    if p.has_initial_state is not None:
+        flags = p.has_initial_state.tolist()
+        fresh = [f or not has for f, has in zip(fresh, flags, strict=True)]
+
+    initial = None
+    if p.initial_state is not None:
+        initial = torch.zeros(p.N, p.HV, p.V, p.K, dtype=dtype, device=p.device)
+        for n, slot in enumerate(slots):
+            if not fresh[n]:
+                initial[n] = p.initial_state[slot]
+    result = recurrent_kda(
+        p.q,
+        p.k,
+        p.v,
+        p.g,
+        p.beta,
+        A_log=p.A_log,
+        dt_bias=p.dt_bias,
+        lower_bound=p.lower_bound,
+        scale=p.scale,
+        initial_state=initial,
+        cu_seqlens=p.cu_seqlens,
+        checkpoint_offsets=p.checkpoint_offsets,
+        dtype=dtype,
+    )
+    tokens = p.T if p.cu_seqlens is None else int(p.cu_seqlens[-1])
+    p.out[:, :tokens] = result.out[:, :tokens].to(p.out.dtype)
+    for n, slot in enumerate(slots):
+        if slot >= 0:
+            p.final_state[slot] = result.final_state[n].to(p.final_state.dtype)
+    if p.checkpoint_state is not None:
+        assert p.checkpoint_offsets is not None
+        assert result.checkpoint_state is not None
+        for n, offset in enumerate(p.checkpoint_offsets.tolist()):
+            if offset > 0:
+                p.checkpoint_state[n] = result.checkpoint_state[n].to(p.checkpoint_state.dtype)
