@@ -67,10 +67,16 @@ class Schedule:
 PORTABLE = Schedule(
     "portable",
     "sm80/kda_prefill.cu",
-    (Launch("kda_prepare", 64, 36992), Launch("kda_recurrence", 128, 98176)),
+    (Launch("kda_prepare", 128, 36096), Launch("kda_recurrence", 128, 98176)),
     (8, 9, 10, 12),
 )
-SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE,)}
+HOPPER = Schedule(
+    "hopper",
+    "sm90/kda_prefill.cu",
+    (Launch("kda_prepare", 128, 36096), Launch("kda_recurrence", 128, 100352)),
+    (9,),
+)
+SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE, HOPPER)}
 
 
 def compile_specs(target: str) -> list[KernelSpec]:

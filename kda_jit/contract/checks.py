@@ -1,0 +1,239 @@
+"""The checks of one argument each, and of the contents of those that the host can see."""
+
+from __future__ import annotations
+
+from math import isfinite
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from kda_jit.contract.memory import Range, address_range
+from kda_jit.contract.words import (
+    kind_of,
+    refuse_device,
+    refuse_dtype,
+    refuse_shape,
+    refuse_stride,
+)
+from kda_jit.errors import GradError, InputError, InputTypeError
+
+#: Checkpoint offsets are multiples of this many tokens (all backends, all schedules).
+CHECKPOINT_GRANULE = 16
+#: The lowest legal ``lower_bound`` of the bounded gate; the highest is 0, excluded.
+LOWEST_BOUND = -5.0
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+_STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def check_tokens(
+    name: str, x: Tensor, shape: tuple[int, ...], axes: str, index: int, written: bool = False
+) -> Range:
+    """A per-token tensor: [B, T, heads, channels] or [B, T, heads], dense inside a token.
+
+    Token and batch strides are free, so that a column slice of one wide projection is legal. A
+    tensor that is written must not visit an element twice either.
+    """
+    if not isinstance(x, Tensor) or x.shape != shape:
+        refuse_shape(name, x, axes, shape)
+    if x.get_device() != index:
+        refuse_device(name, x, index)
+    start = x.data_ptr()
+    if x.is_contiguous():
+        return start, start + x.nbytes, start
+    strides = x.stride()
+    width = shape[2] if len(shape) == 3 else shape[2] * shape[3]
+    if strides[-1] != 1 or (len(shape) == 4 and strides[2] != shape[3]):
+        check_dense(name, x, 2, f"Only tokens may lie apart in {axes}.")
+    batches, tokens = shape[0], shape[1]
+    batch_stride, token_stride = strides[0], strides[1]
+    if tokens > 1 and token_stride < width:
+        refuse_stride(name, x, f"stride(1) >= {width}", "Tokens must not overlap.")
+    if written and batches > 1:
+        by_batch = batch_stride >= (tokens - 1) * token_stride + width
+        by_token = batch_stride >= width and (
+            tokens == 1 or token_stride >= (batches - 1) * batch_stride + width
+        )
+        if not (by_batch or by_token):
+            refuse_stride(name, x, "no element twice", "It is written, so it must not overlap.")
+    size = x.element_size()
+    last = (batches - 1) * batch_stride + (tokens - 1) * token_stride + width
+    return start, start + last * size, start | (batch_stride | token_stride) * size
+
+
+def check_dense(name: str, x: Tensor, first: int, hint: str) -> None:
+    """Axes from ``first`` on form one dense row-major block. Strides of size-1 axes are free."""
+    width = 1
+    for axis in range(x.dim() - 1, first - 1, -1):
+        if x.shape[axis] > 1 and x.stride(axis) != width:
+            refuse_stride(name, x, f"stride({axis}) = {width}", hint)
+        width *= x.shape[axis]
+
+
+def check_state(
+    name: str,
+    x: Tensor,
+    slots: int | None,
+    shape: tuple[int, int, int, int],
+    index: int,
+    written: bool,
+) -> Range:
+    """A state [slots, HV, V, K], dense inside a slot; ``slots`` None: a pool of any size."""
+    if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1:] != shape[1:]:
+        lead: tuple[str, object] = ("N", shape[0]) if slots is not None else ("slots", "slots")
+        want = (lead[1], *shape[1:])
+        hint = "States are stored V-major: V before K."
+        refuse_shape(name, x, f"[{lead[0]}, HV, V, K]", want, hint)
+    if slots is not None and x.shape[0] != slots:
+        hint = "For a pool of states, pass state_indices." if name == "initial_state" else ""
+        refuse_shape(name, x, "[N, HV, V, K]", shape, hint)
+    if x.dtype not in _STATE_DTYPES:
+        refuse_dtype(name, x, _STATE_DTYPES)
+    if x.get_device() != index:
+        refuse_device(name, x, index)
+    start = x.data_ptr()
+    if x.is_contiguous():
+        return start, start + x.nbytes, start
+    check_dense(
+        name,
+        x,
+        1,
+        "Only sequences (slots) may lie apart, and states are V-major; one stored [HV, K, V] needs "
+        ".transpose(-1, -2).contiguous().",
+    )
+    strides = x.stride()
+    width = shape[1] * shape[2] * shape[3]
+    if written and x.shape[0] > 1 and strides[0] < width:
+        refuse_stride(name, x, f"stride(0) >= {width}", "It is written, so it must not overlap.")
+    size = x.element_size()
+    end = start + ((x.shape[0] - 1) * strides[0] + width) * size
+    return start, end, start | strides[0] * size
+
+
+def check_parameter(name: str, x: Tensor, index: int) -> Range:
+    if x.dtype is not torch.float32:
+        refuse_dtype(name, x, (torch.float32,), "Keep gate parameters in float32.")
+    if x.get_device() != index:
+        refuse_device(name, x, index)
+    if x.is_contiguous():
+        start = x.data_ptr()
+        return start, start + x.nbytes, 0
+    return address_range(x)
+
+
+def check_cu_seqlens(x: Tensor, B: int) -> int:
+    """Returns N. The contents are looked at in ``check_contents``, on the CPU only."""
+    if not isinstance(x, Tensor) or x.dim() != 1 or x.shape[0] == 0:
+        refuse_shape("cu_seqlens", x, "[N + 1]", None, "It starts with 0.")
+    if B != 1:
+        raise InputError(
+            f"cu_seqlens: expected B = 1, got B = {B}. Packed sequences lie one after the other "
+            "in a batch of one: q.reshape(1, B * T, H, K)."
+        )
+    return x.shape[0] - 1
+
+
+def check_per_sequence(
+    name: str,
+    x: Tensor,
+    size: int,
+    dtypes: tuple[torch.dtype, ...],
+    index: int,
+    strided: bool = False,
+) -> Range:
+    """One number or flag per sequence; ``strided``: any positive stride, such as a column."""
+    if not isinstance(x, Tensor) or x.shape != (size,):
+        refuse_shape(name, x, "[N]", (size,), "It holds one element per sequence.")
+    if x.dtype not in dtypes:
+        refuse_dtype(name, x, dtypes)
+    if x.get_device() != index:
+        refuse_device(name, x, index)
+    if x.is_contiguous():
+        start = x.data_ptr()
+        return start, start + x.nbytes, 0
+    if not (strided and x.stride(0) > 0):
+        refuse_stride(name, x, "stride(0) >= 1" if strided else "contiguous")
+    return address_range(x)
+
+
+def check_lower_bound(value: object) -> float:
+    """The slow path: integers and other real numbers are taken as floats; the rest is refused."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InputTypeError(f"lower_bound: expected a float or None, got {kind_of(value)}.")
+    bound = float(value)
+    if not LOWEST_BOUND <= bound < 0.0:
+        raise InputError(
+            f"lower_bound: expected None or a number in [{LOWEST_BOUND:g}, 0), got {bound:g}. It "
+            "is the lowest log decay per token; None selects the unbounded softplus gate."
+        )
+    return bound
+
+
+def check_scale(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InputTypeError(f"scale: expected a float or None, got {kind_of(value)}.")
+    scale = float(value)
+    if not isfinite(scale):
+        raise InputError(f"scale: expected a finite number or None (K ** -0.5), got {scale}.")
+    return scale
+
+
+# -- contents, where the host can see them -------------------------------------------------------
+
+
+def check_contents(
+    B: int,
+    T: int,
+    N: int,
+    cu_seqlens: Tensor | None,
+    state_indices: Tensor | None,
+    pool: Tensor | None,
+    checkpoint_offsets: Tensor | None,
+) -> None:
+    """Values of the index tensors of a CPU call. On a GPU the kernels guard what they address."""
+    lengths = [T] * B
+    if cu_seqlens is not None:
+        ends: list[int] = cu_seqlens.tolist()
+        if ends[0] != 0:
+            raise InputError(f"cu_seqlens: expected to start with 0, got {ends[0]}.")
+        lengths = [ends[i + 1] - ends[i] for i in range(N)]
+        for i, length in enumerate(lengths):
+            if length < 0:
+                raise InputError(
+                    f"cu_seqlens: expected values that never decrease, got {ends[i]} then "
+                    f"{ends[i + 1]} at position {i + 1}. Pass offsets, not lengths."
+                )
+        if ends[-1] > T:
+            raise InputError(f"cu_seqlens: expected to end at most at T = {T}, got {ends[-1]}.")
+    if state_indices is not None:
+        assert pool is not None
+        slots = pool.shape[0]
+        owner: dict[int, int] = {}
+        for i, slot in enumerate(state_indices.tolist()):
+            if slot >= slots:
+                raise InputError(
+                    f"state_indices: expected slots below {slots}, the size of the pool, got "
+                    f"{slot} for sequence {i}."
+                )
+            if slot >= 0 and owner.setdefault(slot, i) != i:
+                raise InputError(
+                    "state_indices: expected one slot per sequence, got slot "
+                    f"{slot} for sequences {owner[slot]} and {i}. Mark padding with -1."
+                )
+    if checkpoint_offsets is not None:
+        for i, offset in enumerate(checkpoint_offsets.tolist()):
+            if offset % CHECKPOINT_GRANULE or not 0 <= offset <= lengths[i]:
+                raise InputError(
+                    f"checkpoint_offsets: expected multiples of {CHECKPOINT_GRANULE} from 0 "
+                    f"(none) to the length, got {offset} for sequence {i} of {lengths[i]} tokens."
+                )
+
+
+def check_grad(**tensors: Tensor | None) -> None:
+    names = [name for name, x in tensors.items() if x is not None and x.requires_grad]
+    if names:
+        raise GradError(
+            f"{', '.join(names)}: expected requires_grad=False, got True. Prefill is forward only: "
+            "call it under torch.no_grad(), or detach the tensor."
+        )

@@ -1,0 +1,349 @@
+"""The benchmarks without a GPU: cases, floors, the gate, the rows, the report. No time is real."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from kda_jit.backends.base import LaunchRecord, last_launch, record_launch
+from kda_jit.bench import gate, machine, peers, registry, report, run, subject, timer
+from kda_jit.bench.registry import ACCURACY, SPEED, BenchCase
+from kda_jit.bench.subject import Ours
+from kda_jit.bench.timer import Contender, HostTiming, Timing
+from kda_jit.errors import CompileError, InputError
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+SMALL = BenchCase("small", (40, 0, 17), 2)
+OURS = Ours("torch")
+
+
+def by_name(name):
+    (case,) = [case for case in SPEED if case.name == name]
+    return case
+
+
+# --- registry ---------------------------------------------------------------------------------
+
+
+def test_names_say_the_shape_and_are_unique():
+    assert len(SPEED) == 17
+    assert len({case.name for case in SPEED}) == 17
+    for case in SPEED:
+        shape, heads = re.fullmatch(r"(\w+)_h(\d+)", case.name).groups()
+        assert case.heads == int(heads)
+        if shape.startswith("mixed_"):
+            assert case.tokens == int(shape.removeprefix("mixed_"))
+        else:
+            sequences, tokens = map(int, shape.split("x"))
+            assert case.lengths == (tokens,) * sequences
+
+
+# At 4.28 TB/s, as worked out by hand for these shapes.
+@pytest.mark.parametrize(
+    "name, floor",
+    [("8x2048_h16", 82), ("1x65536_h16", 315), ("1x8192_h96", 238), ("32x512_h12", 71)]
+    + [("8x1024_h64", 173), ("mixed_8192_h96", 253), ("8x128_h12", 6.6), ("1x64_h16", 0.8)],
+)
+def test_floor_is_the_bytes_over_the_bandwidth(name, floor):
+    assert by_name(name).floor_us(4.28e12) == pytest.approx(floor, rel=0.02, abs=0.06)
+
+
+def test_floor_counts_what_the_tensors_hold():
+    x = SMALL.inputs(CPU)
+    tensors = [
+        *x.args,
+        x.v,
+        x.initial_state,
+        x.initial_state,
+    ]  # out is like v, states go in and out
+    assert SMALL.floor_bytes == sum(t.nbytes for t in tensors)
+
+
+def test_inputs_are_the_case_and_the_same_each_time():
+    x, again = SMALL.inputs(CPU), SMALL.inputs(CPU)
+    assert x.bounds == [0, 40, 40, 57]
+    assert x.v.shape == (1, 57, 2, 128)
+    assert x.q.dtype is torch.bfloat16
+    assert x.initial_state.dtype is torch.float32
+    assert torch.equal(x.q, again.q)
+    assert not torch.equal(x.q, x.k)
+    assert 1 <= x.A_log.exp().min() <= x.A_log.exp().max() <= 16
+
+
+def test_shortened_keeps_sequences_and_heads_and_varies_lengths():
+    for case in SPEED:
+        short = case.shortened()
+        assert (len(short.lengths), short.heads) == (len(case.lengths), case.heads)
+        assert all(0 < a <= min(b, 160) for a, b in zip(short.lengths, case.lengths, strict=True))
+    assert len(set(by_name("8x2048_h16").shortened().lengths)) == 8
+
+
+def test_select_by_suite_and_pattern():
+    assert registry.select(["flashkda"]) == (list(SPEED), [])
+    assert registry.select(["accuracy"]) == ([], list(ACCURACY))
+    speed, accuracy = registry.select(registry.SUITES, ["*_h96", "table_3*"])
+    assert [case.name for case in speed] == ["1x8192_h96", "mixed_8192_h96", "8x1024_h96"]
+    assert [case.regime for case in accuracy] == ["table_3_g_minus_8"]
+    with pytest.raises(InputError, match=r"case: expected one of 8x2048_h16, .* got 'nine'"):
+        registry.select(["flashkda"], ["1x64*", "nine"])
+
+
+# --- timer ------------------------------------------------------------------------------------
+
+
+def test_median_and_percentiles():
+    assert timer.summarise([float(i) for i in range(10, -1, -1)]) == Timing(5.0, 1.0, 9.0, 11)
+    assert timer.summarise([1.0, 2.0]).us == 1.5
+    assert timer.summarise([7.0]) == Timing(7.0, 7.0, 7.0, 1)
+
+
+def test_contenders_take_turns_in_both_orders():
+    orders = list(timer.turns(["a", "b", "c"], 4))
+    assert orders == [("a", "b", "c"), ("c", "b", "a")] * 2
+
+
+def test_plain_names_of_kernels():
+    assert timer.plain_name("kda_prepare") == "kda_prepare"
+    assert timer.plain_name("void a::b::prepare<128, c::d>(e::f)") == "prepare"
+    assert timer.plain_name("Memset (Device)") == "Memset"
+
+
+# --- gate -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return gate.Gate(SMALL, SMALL.inputs(CPU))
+
+
+def spoil(monkeypatch, change):
+    """`change(out, final_state)` after each prefill of ours."""
+    real = subject.prefill
+
+    def prefill(*args, **kwargs):
+        out, state = real(*args, **kwargs)
+        change(out, state)
+        return out, state
+
+    monkeypatch.setattr(subject, "prefill", prefill)
+
+
+def test_gate_passes_a_right_kernel(truth):
+    verdict = truth.check(OURS, baseline=OURS)
+    assert verdict.record.backend == "torch"
+    assert 0 < verdict.out_error < 5e-3
+    assert verdict.state_error < 1e-3
+
+
+def one_row(out, state):
+    out[0, 30, 1] *= 1.5
+
+
+def unwritten(out, state):
+    out[0, -1, 0, 5] = torch.nan
+
+
+def states_swapped(out, state):
+    state.copy_(state.flip(0))
+
+
+def last_head_of_state(out, state):
+    state[-1, -1] *= 1.2
+
+
+@pytest.mark.parametrize("change", [one_row, unwritten, states_swapped, last_head_of_state])
+def test_gate_refuses_a_wrong_result(truth, monkeypatch, change):
+    spoil(monkeypatch, change)
+    with pytest.raises(gate.WrongResult, match=r"torch, short: .* relative RMS error"):
+        truth.check(OURS)
+
+
+def test_gate_refuses_what_is_wrong_on_the_full_shape_only(truth, monkeypatch):
+    full = BenchCase("full", (200,), 2)
+    truth = gate.Gate(full, full.inputs(CPU))
+    spoil(monkeypatch, lambda out, state: out[:, 160:].mul_(1.5))
+    with pytest.raises(gate.WrongResult, match=r"torch, full: out: .* head \d, chunk"):
+        truth.check(OURS)
+
+
+def test_gate_compares_every_head_with_the_baseline(monkeypatch):
+    """Head 1 of 4 is not among those that float64 sees on the full shape (0, 2, 3)."""
+    case = BenchCase("four", (200,), 4)
+    truth = gate.Gate(case, case.inputs(CPU))
+
+    @dataclass(frozen=True)
+    class Exact(Ours):
+        def bind(self, inputs):
+            want = inputs.reference()
+            record_launch(LaunchRecord("torch", ("exact",)))
+            return lambda: (want.out.bfloat16(), want.final_state.float())
+
+    truth.check(OURS, baseline=Exact("torch"))
+    spoil(monkeypatch, lambda out, state: out[:, 160:, 1].mul_(1.5))
+    truth.check(OURS)
+    with pytest.raises(gate.WrongResult, match="torch, full, against torch: out: .* head 1"):
+        truth.check(OURS, baseline=Exact("torch"))
+
+
+CUDA = LaunchRecord("cuda", ("kda_prepare", "kda_recurrence"), "portable", "sm_90a")
+
+
+@pytest.mark.parametrize(
+    "asked, ran, words",
+    [
+        (Ours("cuda"), CUDA, None),
+        (Ours("cuda", "portable"), CUDA, None),
+        (Ours("triton"), LaunchRecord("triton", ("kda_prepare",)), None),
+        (Ours("cuda"), LaunchRecord("triton", ("kda_prepare",)), "asked for cuda, triton ran"),
+        (Ours("cuda"), None, "asked for cuda, nothing ran"),
+        (Ours("cuda"), CUDA._replace(kernels=()), "cuda launched no kernel"),
+        (Ours("cuda", "else"), CUDA, "asked for schedule else, portable ran"),
+        (Ours("cuda"), CUDA._replace(schedule="gone"), "asked for schedule auto, gone ran"),
+        (
+            Ours("cuda"),
+            CUDA._replace(kernels=("kda_prepare", "memcpy")),
+            "schedule portable has no kernel memcpy",
+        ),
+    ],
+)
+def test_launch_record_must_be_what_was_asked(asked, ran, words):
+    assert asked.misnamed(ran) == words
+
+
+def test_gate_refuses_another_backend(truth, monkeypatch):
+    spoil(monkeypatch, lambda out, state: record_launch(LaunchRecord("triton", ("x",))))
+    with pytest.raises(gate.WrongResult, match="asked for torch, triton ran"):
+        truth.check(OURS)
+
+
+# --- rows -------------------------------------------------------------------------------------
+
+
+class FakeTimer:
+    """Calls everything once; ours takes 10 us, a peer 30, and the profiler sees `seen`."""
+
+    def __init__(self, seen=()):
+        self.seen = seen
+
+    def cold(self, contenders):
+        for contender in contenders:
+            contender.activate()
+            contender.call()
+        return {c.name: Timing(self.us(c), 9.0, 12.0, 20) for c in contenders}
+
+    def replayed(self, contenders):
+        return {c.name: Timing(8.0, 7.0, 9.0, 20) for c in contenders if c.name == OURS.name}
+
+    def host(self, contender, gpu_us):
+        return HostTiming(3.0, 11.0)
+
+    def kernels(self, contender):
+        return dict.fromkeys(self.seen or last_launch().kernels, 4.0)
+
+    @staticmethod
+    def us(contender):
+        return 10.0 if contender.name == OURS.name else 30.0
+
+
+class FakePeer:
+    """The float64 recurrence under FlashKDA's name; `factor` makes it wrong."""
+
+    name, version = "flashkda", "1"
+
+    def __init__(self, factor=1.0):
+        self.factor = factor
+
+    def activate(self):
+        pass
+
+    def bind(self, inputs):
+        want = inputs.reference()
+        return lambda: (want.out.bfloat16() * self.factor, want.final_state.float())
+
+
+@pytest.fixture(autouse=True)
+def _no_schedule(monkeypatch):
+    """Subjects set the schedule's variable; no other test shall see that."""
+    monkeypatch.setenv("KDA_JIT_SCHEDULE", "auto")
+
+
+def time_small(timer=None, peer=None, ours=OURS):
+    found = [peer or FakePeer()]
+    return run.time_case(SMALL, [ours], found, timer or FakeTimer(), 4e12, CPU)
+
+
+def test_row_has_times_floor_and_ratio():
+    row = time_small()
+    assert row["case"] == "small"
+    assert (row["us"], row["p10_us"], row["p90_us"]) == (10.0, 9.0, 12.0)
+    assert row["floor_us"] == pytest.approx(SMALL.floor_bytes / 4e6)
+    assert row["of_peak"] == pytest.approx(row["floor_us"] / 10)
+    assert row["tb_per_s"] == pytest.approx(SMALL.floor_bytes / 10 / 1e6)
+    assert (row["flashkda_us"], row["vs_flashkda"]) == (30.0, 3.0)
+    assert 0 < row["max_error"] < 5e-3
+    ours, peer = row["timings"]["torch"], row["timings"]["flashkda"]
+    assert (ours["graph_us"], ours["host_us"], ours["call_us"]) == (8.0, 3.0, 11.0)
+    assert (ours["backend"], ours["kernels"]) == ("torch", {"torch_chunk16": 4.0})
+    assert "graph_us" not in peer
+
+
+def test_wrong_result_has_no_time(monkeypatch):
+    spoil(monkeypatch, one_row)
+    row = time_small()
+    assert row["failed"].startswith("torch, short: out: relative RMS error")
+    assert not row.keys() & {"us", "timings", "vs_flashkda"}
+
+
+def test_failed_build_has_no_time(monkeypatch):
+    def prefill(*args, **kwargs):
+        raise CompileError("kda_prefill: unclosed brace")
+
+    monkeypatch.setattr(subject, "prefill", prefill)
+    assert time_small()["failed"] == "kda_prefill: unclosed brace"
+
+
+def test_kernels_that_the_profiler_did_not_see_have_no_time():
+    row = time_small(FakeTimer(seen=("aten_add",)))
+    assert row["failed"] == "torch: expected torch_chunk16 on the GPU, the profiler saw aten_add"
+    assert "us" not in row
+
+
+def test_second_subject_that_is_wrong_leaves_the_first_its_time():
+    @dataclass(frozen=True)
+    class Wrong(Ours):
+        name = "wrong"
+
+        def bind(self, inputs):
+            call = super().bind(inputs)
+            return lambda: tuple(2 * x for x in call())
+
+    row = run.time_case(SMALL, [OURS, Wrong("torch")], [], FakeTimer(), 4e12, CPU)
+    assert row["us"] == 10.0
+    assert list(row["timings"]) == ["torch"]
+    assert [note.partition(",")[0] for note in row["notes"]] == ["wrong"]
+
+
+def test_peer_that_computes_something_else_is_not_compared():
+    row = time_small(peer=FakePeer(1.1))
+    assert "flashkda: out differs from ours by 9.1e-02" in row["notes"][0]
+    assert row["us"] == 10.0
+    assert not row.keys() & {"flashkda_us", "vs_flashkda"}
+    assert list(row["timings"]) == ["torch"]
+
+
+def test_error_table_compares_with_float64():
+    row = run.table_errors(
+        registry.Case(seed=1, lengths=(80,), heads=1), [OURS, FakePeer(1.1)], CPU
+    )
+    assert row["rounding"] == pytest.approx(1.7e-3, rel=0.1)
+    assert row["errors"]["flashkda"]["out"] == pytest.approx(0.1, rel=0.05)
+    assert row["errors"]["flashkda"]["state"] < 1e-6
+    assert row["errors"]["torch"]["out"] < 4e-3
+    assert row["errors"]["torch"]["worst_out"] >= row["errors"]["torch"]["out"]
