@@ -1,0 +1,141 @@
+"""Writes the parts of the documentation that repeat what the code or a run file already knows.
+
+    python docs/generate.py           rewrite them
+    python docs/generate.py --check   write nothing; exit 1 and name what is out of date
+
+environment.md   from the table in kda_jit/settings.py
+cli.md           from the commands of kda_jit/cli
+README.md        the table between the bench markers, from benchmarks/results/*.json: for each GPU
+                 the newest run file's, and nothing where there is no file
+
+A run file is one json object:
+
+    {"gpu": "H200", "date": "2026-11-29", "commit": "1a2b3c4", "conditions": "L2 cold",
+     "rows": [{"case": "varlen_8x1024_h64", "us": 412.0, "tb_per_s": 2.61, "of_peak": 0.54,
+               "vs_flashkda": 1.9, "vs_fla": 3.1, "max_error": 3.1e-3}, ...]}
+
+"conditions" and every key of a row but "case" may be absent; a column that no row has is not shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed, too
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+GENERATED = "<!-- written by docs/generate.py; edit the code it describes instead -->\n\n"
+
+# key in a run file's row -> (heading, how a value is written)
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "us": ("us", lambda x: f"{x:.0f}" if x >= 100 else f"{x:.1f}"),
+    "tb_per_s": ("TB/s", lambda x: f"{x:.2f}"),
+    "of_peak": ("of peak", lambda x: f"{100 * x:.0f} %"),
+    "vs_flashkda": ("vs FlashKDA", lambda x: f"{x:.1f}x"),
+    "vs_fla": ("vs fla", lambda x: f"{x:.1f}x"),
+    "max_error": ("max error", lambda x: f"{x:.1e}"),
+}
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: bool = False) -> str:
+    """A markdown table; with `right`, all columns but the first are set right."""
+    rule = "|---|" + ("---:|" if right else "---|") * (len(headings) - 1)
+    return "\n".join(
+        "| " + " | ".join(row) + " |" if row else rule for row in [headings, [], *rows]
+    )
+
+
+def bench_section(results: Path) -> str:
+    """Markdown for the newest run file of each GPU under `results`; empty where there is none."""
+    newest: dict[str, dict[str, Any]] = {}
+    for path in sorted(results.glob("*.json")):
+        run = json.loads(path.read_text())
+        if missing := {"gpu", "date", "commit", "rows"} - run.keys():
+            raise SystemExit(f"{path}: not a run file, lacks {', '.join(sorted(missing))}")
+        if run["gpu"] not in newest or run["date"] >= newest[run["gpu"]]["date"]:
+            newest[run["gpu"]] = run | {"file": path.name}
+    parts = []
+    for gpu, run in sorted(newest.items()):
+        keys = [key for key in COLUMNS if any(key in row for row in run["rows"])]
+        rows = [
+            [f"`{row['case']}`", *(COLUMNS[key][1](row[key]) if key in row else "" for key in keys)]
+            for row in run["rows"]
+        ]
+        where = [gpu, *([run["conditions"]] if "conditions" in run else [])]
+        parts.append(
+            f"{', '.join(where)}; commit {run['commit']}, {run['date']} "
+            f"([run file](benchmarks/results/{run['file']})):\n\n"
+            + table(["case", *(COLUMNS[key][0] for key in keys)], rows, right=True)
+        )
+    return "## Measured\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def readme(text: str, results: Path) -> str:
+    """`text` with what stands between the markers replaced by the section from `results`."""
+    before, found_begin, rest = text.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found_begin and found_end):
+        raise SystemExit(f"README.md: the markers {BEGIN} and {END} are gone")
+    section = bench_section(results)
+    return before + BEGIN + ("\n" + section + "\n" if section else "\n") + END + after
+
+
+def environment() -> str:
+    """The page of environment variables, from the one table that the code reads."""
+    from kda_jit import settings
+
+    rows = [[f"`{s.name}`", s.default, s.meaning] for s in settings.SETTINGS]
+    return (
+        "# Environment variables\n\n"
+        + GENERATED
+        + "Read when needed, never on import; an argument of a call wins over any of them.\n\n"
+        + table(["variable", "default", "meaning"], rows)
+        + "\n"
+    )
+
+
+def command_line() -> str:
+    """The page of the command `kda-jit`, from the commands themselves."""
+    from kda_jit.cli import describe
+
+    parts = ["# The command `kda-jit`\n\n" + GENERATED]
+    parts.append("`kda-jit` and `python -m kda_jit` are the same. It comes with the extra `cli`.\n")
+    for command in describe():
+        parts.append(f"\n## `kda-jit {command.usage}`\n\n{command.help}\n")
+        if command.options:
+            rows = [[f"`{o.names}`", o.default, o.help] for o in command.options]
+            parts.append("\n" + table(["option", "default", "meaning"], rows) + "\n")
+    return "".join(parts)
+
+
+def pages() -> dict[Path, str]:
+    """Every generated file and what it should say."""
+    front = ROOT / "README.md"
+    return {
+        ROOT / "docs" / "environment.md": environment(),
+        ROOT / "docs" / "cli.md": command_line(),
+        front: readme(front.read_text(), ROOT / "benchmarks" / "results"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail on a stale page")
+    check = parser.parse_args().check
+    wanted = pages()
+    stale = [path for path in wanted if not path.exists() or path.read_text() != wanted[path]]
+    for path in stale:
+        print(f"{'out of date' if check else 'written'}: {path.relative_to(ROOT)}")
+        if not check:
+            path.write_text(wanted[path])
+    if check and stale:
+        sys.exit("run `make docs`")
+
+
+if __name__ == "__main__":
+    main()

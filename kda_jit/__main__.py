@@ -1,0 +1,25 @@
+"""The command `kda-jit`, also `python -m kda_jit`."""
+
+from __future__ import annotations
+
+import sys
+
+from .errors import KdaError
+
+
+def main() -> None:
+    """Runs the command line; an error of ours is printed in one paragraph, without a traceback."""
+    try:
+        from .cli import app
+    except ModuleNotFoundError as missing:
+        if missing.name not in {"rich", "typer"}:
+            raise
+        sys.exit(f"The command needs {missing.name}: pip install 'kda_jit[cli]'")
+    try:
+        app()
+    except KdaError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()
