@@ -11,6 +11,9 @@ KDA_DEVICE void mbarrier_init(u32 barrier, u32 arrivals) {
 // Between the inits and the first use by other threads or by bulk copies; those threads need a barrier as well.
 KDA_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+KDA_DEVICE void mbarrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 KDA_DEVICE void mbarrier_arrive_expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

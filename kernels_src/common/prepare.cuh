@@ -30,7 +30,6 @@ struct PrepareSmem {
     float squares[2][2][kChunk];       // [half][k, q][token]: sums over 64 channels; negative: of values scaled by kDown
     float beta[kChunk];
 };
-static_assert(sizeof(PrepareSmem) == 35968, "keep kda_jit/backends/cuda.py in step");
 
 // Block 0's k and q are scaled as the image wants them; block 1's, which its other_decay multiplies, by so much less.
 constexpr float kBlock0Scale = 0x1p4f;
@@ -128,7 +127,7 @@ struct ChunkInputs {
 };
 
 KDA_DEVICE ChunkInputs locate_inputs(const KdaArgs& args, const Sequence& seq, const Chunk& chunk, int hv) {
-    const int h = hv / (args.HV / args.H);
+    const int h = args.HV == args.H ? hv : hv / (args.HV / args.H);
     const i64 token = seq.first + chunk.start;
     const auto at = [&](const u16* x, i64 batch, i64 step, int channel) {
         return reinterpret_cast<const u8*>(x + seq.batch * batch + token * step + channel);
@@ -147,10 +146,11 @@ KDA_DEVICE ChunkInputs locate_inputs(const KdaArgs& args, const Sequence& seq, c
 }
 
 // Warp (block, half)'s share of a chunk of value head `hv`. `barrier()` joins the four warps, who call it equally often;
-// `wait_for_place()` returns when the image may be written, and is called by warp (0, 0) as late as can be.
-template <int block, typename Barrier, typename Wait>
+// `wait_for_place()` returns when the image may be written, and is called by warp (0, 0) as late as can be; `meanwhile()` is
+// called by warp (1, 0), which else would wait for warp (0, 0) to solve.
+template <int block, typename Barrier, typename Wait, typename Meanwhile>
 KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv, u8* image, PrepareSmem& smem, int half,
-                              Barrier barrier, Wait wait_for_place) {
+                              Barrier barrier, Wait wait_for_place, Meanwhile meanwhile) {
     const int lane = threadIdx.x & 31, gid = lane >> 2, tid = lane & 3;
     constexpr int row0 = block * kBlock;
     // Offset of this lane's own piece in row gid of group 2 half; its group 2 half + 1 is at ^ 64: the swizzle is an XOR.
@@ -387,6 +387,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
 #pragma unroll
         for (int i = 0; i < kBlock; ++i) *t_element(smem, 16 * b + i, 16 * b + column) = static_cast<u16>(pack_f16(x[i], 0.0f));
     }
+    if (block == 1 && half == 0) meanwhile();
     barrier();  // T's diagonal blocks are in place
 
     // Row of T (or k_restored) whose address this lane gives to ldmatrix.x4: tiles (0, 0), (8, 0), (0, 8), (8, 8).

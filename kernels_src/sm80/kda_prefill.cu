@@ -4,36 +4,14 @@
 //
 // in      KdaArgs (common/kda_args.cuh): q k v g beta in place, token-strided; state fp32 or bf16, [slots, HV, V, K]
 // out     out bf16; final_state; checkpoint_state
-// launch  kda_prepare     grid num_chunk_slots * HV, 128 threads, sizeof(PrepareSmem)
+// launch  kda_prepare     common/prepare_kernel.cuh
 //         kda_recurrence  grid N * HV * 2, 128 threads, sizeof(RecurrenceSmem); after kda_prepare, on the same stream
-// roles   prepare: a warp for 16 tokens and 64 channels of a chunk; recurrence: a warp for each 16 of V's columns, 64 a CTA
-// format  stage images in f16 (common/stage.cuh), scores of 16 tokens in bf16, state and gates in fp32
+// roles   recurrence: a warp for each 16 of V's columns, 64 a CTA
+// format  stage images in f16 (common/stage.cuh), scores of 16 tokens in tf32, state and gates in fp32
 #include "common/kda_args.cuh"
-#include "common/prepare.cuh"
+#include "common/prepare_kernel.cuh"
 #include "common/recurrence.cuh"
 #include "common/sequence.cuh"
-
-// Four CTAs an SM: at most 128 registers.
-extern "C" __global__ void __launch_bounds__(128, 4) kda_prepare(const __grid_constant__ KdaArgs args) {
-    extern __shared__ __align__(128) u8 dynamic_smem[];
-    PrepareSmem& smem = *reinterpret_cast<PrepareSmem*>(dynamic_smem);
-    grid_launch_dependents();
-
-    const i64 slot = blockIdx.x / args.HV;
-    const int hv = blockIdx.x % args.HV;
-    const int n = sequence_of_slot(args, slot);
-    const Sequence seq = load_sequence(args, n);
-    const int c = static_cast<int>(slot - slot_base(args, n));
-    if (c >= seq.num_chunks) return;
-    u8* image = args.workspace + (slot * args.HV + hv) * kStageBytes;
-    const ChunkInputs in = locate_inputs(args, seq, chunk_of(seq, c), hv);
-    const auto barrier = [] { __syncthreads(); };
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform, for the compiler too
-    if (warp < 2)
-        prepare_block<0>(args, in, hv, image, smem, warp & 1, barrier, [] {});
-    else
-        prepare_block<1>(args, in, hv, image, smem, warp & 1, barrier, [] {});
-}
 
 constexpr int kWarps = 4;
 constexpr int kVColumns = kWarps * kVRows;  // a CTA

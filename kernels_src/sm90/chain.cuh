@@ -1,0 +1,357 @@
+// A chain: the recurrence of 64 of V's columns of one (sequence, value head), chunk after chunk, by a warpgroup that computes
+// and a warp that moves data.
+//
+//   X = S k_decayed     R = V - X     O = S q_decayed + R A_q     S' = D S + A_k^T R       (S, X, R, O transposed: V first)
+//
+// Same units, number formats and rounding as common/recurrence.cuh, with wgmma: S^T [64 x 128] is the accumulator of an
+// m64n128 product, and packed to f16 the A operand of the next chunk's products. B is the stage image as it lies in shared memory.
+//
+//   tensor cores   |      X      |      O1     | O2 |      S'     |                  |      X
+//   registers      | v, max |      wait   | R |  next D and V, pack O | snapshot, decay  | v, max ...
+//
+// The state is decayed for the next chunk right after it was packed for it: ptxas lets nobody write an accumulator while
+// an earlier batch is in flight. All else that is not arithmetic is the mover's. Two barriers a stage join the two:
+//   full    mover -> compute: the image and V's columns are here
+//   empty   compute -> mover: the stage has been read, and O lies where V's columns were
+//
+// f16 range. A new choice of units needs the state's exact maximum, which is late; so a chunk is let pass on the maximum
+// of the state before it. The rule is a contraction, |s'|^2 <= |s|^2 + v^2 a token for each row s of S^T: if |v| <= 2^12 and |S| <= 2^10
+// there, then |s| < 2^14.7 here, and |v| <= 2^12 gives |R| < 2^15.
+#pragma once
+#include "common/barrier.cuh"
+#include "common/recurrence.cuh"
+#include "common/sequence.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int kChainThreads = 128;  // that compute; 32 more move
+constexpr int kChainColumns = 64;   // of V
+constexpr int kImageBytes = (kStageBytes + 1023) / 1024 * 1024;
+constexpr int kChainTile = kHalfTile;  // 32 tokens x 64 columns, bf16, tile_offset layout
+constexpr OperandLayout kAkLayout = operand_layout(kHalfTile, 8 * kRowBytes, kSwizzle128);
+
+// v in units must be within [2^4, 2^12] and the state before it at most 2^10 for a chunk to be let pass unmeasured.
+constexpr float kPassLow = 0x1p4f, kPassHigh = 0x1p12f, kPassState = 0x1p10f;
+
+enum ChainEvents : u32 { kMeasure = 1, kCheckpoint = 2, kFinal = 4 };  // after a chunk
+
+template <int kStages>
+struct ChainSmem {
+    struct Stage {
+        u8 image[kImageBytes];
+        u8 v[kChainTile];  // later O
+    };
+    alignas(1024) Stage stage[kStages];
+    u64 full[kStages];   // 1 + 32 arrivals
+    u64 empty[kStages];  // one a warp
+};
+// Where one side stands in the ring: the stage of its next chunk, and the parity of that stage's phase. Outlives a chain.
+template <int kStages>
+struct ChainRing {
+    u32 stage = 0, parity = 0;
+
+    KDA_DEVICE void advance() {
+        stage = stage + 1 == kStages ? 0u : stage + 1;
+        parity ^= stage == 0 ? 1u : 0u;
+    }
+};
+struct ChainUnit {
+    int n, hv, half;
+};
+
+// Where stage images come from; the mover's whole warp asks. This one: the workspace that an earlier grid filled.
+struct WorkspaceSource {
+    const u8* images;  // of the sequence's first chunk
+    i64 pitch;         // bytes to the next chunk's
+
+    KDA_DEVICE const u8* image(int c) const { return images + c * pitch; }
+    KDA_DEVICE void wait(int c) const {  // returns when chunk c's image may be read by bulk copies; called in order
+        if (c == 0) grid_wait_for_prerequisites();
+    }
+    KDA_DEVICE void consumed(int) const {}  // chunk c's image has been read: its place is free
+};
+
+// Once per kernel, by one thread; a barrier of all users must follow.
+template <int kStages>
+KDA_DEVICE void init_chain(ChainSmem<kStages>& smem) {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+        mbarrier_init(shared_address(&smem.full[i]), 1 + 32);
+        mbarrier_init(shared_address(&smem.empty[i]), kChainThreads / 32);
+    }
+    mbarrier_init_fence();
+}
+
+// The mover's part of `unit`: fills stages, and takes O out of them.
+template <int kStages, typename Source>
+KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Source& source, ChainSmem<kStages>& smem,
+                           ChainRing<kStages>& ring) {
+    const int lane = threadIdx.x & 31, row = lane / 8, piece = lane % 8;
+    const Sequence seq = load_sequence(args, unit.n);
+    const int column = unit.hv * kHeadDim + unit.half * kChainColumns + 8 * piece;
+    const u16* v = args.v + seq.batch * args.v_batch + seq.first * args.v_token + column;
+    u16* out = args.out + seq.batch * args.out_batch + seq.first * args.out_token + column;
+
+    auto fill = [&](int c, u32 stage) {
+        const u32 full = shared_address(smem.full) + stage * static_cast<u32>(sizeof(u64));
+        const u32 to = shared_address(smem.stage) + stage * static_cast<u32>(sizeof(smem.stage[0]));
+        source.wait(c);
+        if (lane == 0) {
+            mbarrier_arrive_expect_bytes(full, kStageBytes);
+            bulk_copy(to, source.image(c), kStageBytes, full);
+        }
+        __syncwarp();
+        const Chunk chunk = chunk_of(seq, c);
+        const u16* from = v + (chunk.start + row) * args.v_token;
+#pragma unroll
+        for (int i = 0; i < kChunk / 4; ++i) {
+            const bool live = row + 4 * i < chunk.valid;
+            cp_async_16_or_zero(to + kImageBytes + tile_offset(row + 4 * i, piece), live ? from : args.v, live);
+            from += 4 * args.v_token;
+        }
+        mbarrier_arrive_after_cp_async(full);
+    };
+    {
+        ChainRing<kStages> ahead = ring;
+        for (int c = 0; c < min(kStages, seq.num_chunks); ++c, ahead.advance()) fill(c, ahead.stage);
+    }
+#pragma unroll 1
+    for (int c = 0; c < seq.num_chunks; ++c, ring.advance()) {
+        const u8* tile = smem.stage[ring.stage].v;
+        const Chunk chunk = chunk_of(seq, c);
+        u16* to = out + (chunk.start + row) * args.out_token;
+        mbarrier_wait(shared_address(&smem.empty[ring.stage]), ring.parity);
+        source.consumed(c);
+#pragma unroll
+        for (int half = 0; half < kChunk / 4; half += 4) {
+            Quad32 rows[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) rows[i] = load_quad(tile + tile_offset(row + 4 * (half + i), piece));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (row + 4 * (half + i) < chunk.valid) store_quad(to, rows[i]);
+                to += 4 * args.out_token;
+            }
+        }
+        __syncwarp();
+        if (c + kStages < seq.num_chunks) fill(c + kStages, ring.stage);
+    }
+}
+
+// The warpgroup's part of `unit`, from the initial to the final state.
+template <int kStages>
+KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainSmem<kStages>& smem,
+                              ChainRing<kStages>& ring) {
+    const int thread = threadIdx.x % kChainThreads, lane = threadIdx.x & 31, tid = lane & 3;
+    const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // uniform, as far as the compiler can tell
+    const Sequence seq = load_sequence(args, unit.n);
+    const int num_chunks = seq.num_chunks;
+    const int checkpoint_chunk = (seq.checkpoint + kChunk - 1) / kChunk - 1;  // -1: none
+
+    const i64 head = (static_cast<i64>(unit.hv) * kHeadDim + unit.half * kChainColumns + warp * kVRows) * kHeadDim;
+    // Which state: a pool slot, or row n. A negative slot is neither read nor written.
+    auto state_slot = [&]() -> i64 {
+        if (!args.state_indices) return unit.n;
+        return load_index(args.state_indices, unit.n * args.state_indices_stride, args.flags & kStateIndices64);
+    };
+    auto store_final = [&](const StateTile& state) {
+        const i64 slot = state_slot();
+        if (slot >= 0) store_state(state, args.final_state, slot * args.final_slot + head, args.flags & kFinalBf16);
+    };
+    StateTile state;
+    const i64 slot = state_slot();
+    if (args.initial_state && slot >= 0 && (!args.has_initial_state || args.has_initial_state[unit.n])) {
+        load_state(state, args.initial_state, slot * args.initial_slot + head, args.flags & kInitialBf16);
+    } else {
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) state.s[n][e] = 0.0f;
+        }
+        state.exponent = 0;
+    }
+    if (num_chunks == 0) {
+        store_final(state);
+        return;
+    }
+
+    // A lane's row of a [tokens x columns] tile, for ldmatrix and stmatrix of the warp's own columns: tiles
+    // (tokens 0, columns 0), (0, 8), (8, 0), (8, 8); tokens 16 .. 31 are 16 rows further on.
+    const u32 lane_tile = kImageBytes + tile_offset((lane & 7) + 8 * (lane >> 4), 2 * warp + ((lane >> 3) & 1));
+
+    u32 a[8][4], v[4][2];  // S^T in f16, as A fragments; V^T: rows gid and gid + 8 of token tile nt
+    float x[4][4], o[4][4];
+    int units;                         // exponent of a, R and O
+    float decay[16][2], shift_scale;  // of the next chunk; 2^shift, where its betas are tiny, goes into the decay
+    int shift;
+    const float out_scale = args.scale * (1.0f / kQueryScale);
+
+    auto load_v = [&](u32 image) {
+#pragma unroll
+        for (int nt = 0; nt < 4; nt += 2) {
+            u32 r[4];
+            ldmatrix_x4_trans(r, image + lane_tile + 8 * nt * kRowBytes);
+            v[nt][0] = r[0], v[nt][1] = r[1], v[nt + 1][0] = r[2], v[nt + 1][1] = r[3];
+        }
+    };
+    auto measure_v = [&] {
+        u32 largest[2] = {0, 0};
+#pragma unroll
+        for (int nt = 0; nt < 4; ++nt) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) largest[r] = max_abs_bf16x2(largest[r], v[nt][r]);
+        }
+        largest[0] = max_abs_bf16x2(largest[0], largest[1]);
+        return fmaxf(bf16_lo(largest[0]), bf16_hi(largest[0]));
+    };
+    auto load_decay = [&](u32 image) {
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=f"(shift_scale), "=r"(shift) : "r"(image + kShift));
+#pragma unroll
+        for (int n = 0; n < 16; ++n)
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                         : "=f"(decay[n][0]), "=f"(decay[n][1])
+                         : "r"(image + kDecay + 8 * tid + 32 * n));
+    };
+    auto shift_decay = [&] {
+        if (shift == 0) return;
+#pragma unroll
+        for (int n = 0; n < 16; ++n) decay[n][0] *= shift_scale, decay[n][1] *= shift_scale;
+    };
+    // S to the A operand, then decayed.
+    auto snapshot = [&] {
+        pack_state(a, state);
+        units = state.exponent;
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+            state.s[n][0] *= decay[n][0];
+            state.s[n][1] *= decay[n][1];
+            state.s[n][2] *= decay[n][0];
+            state.s[n][3] *= decay[n][1];
+        }
+        state.exponent -= shift;
+    };
+
+    u32 image = shared_address(smem.stage) + ring.stage * static_cast<u32>(sizeof(smem.stage[0]));
+    u32 full = shared_address(smem.full) + ring.stage * static_cast<u32>(sizeof(u64));
+    constexpr u32 to_empty = kStages * sizeof(u64);
+    mbarrier_wait(full, ring.parity);
+    load_v(image);
+    load_decay(image);
+    shift_decay();
+    choose_units(state, warp_max_positive(measure_v()));
+    snapshot();
+
+#pragma unroll 1
+    for (int c = 0; c < num_chunks; ++c) {
+        const u32 base = image >> 4;
+
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+            const u64 b = operand(kRowsOf128Bytes, base + ((kKDecayed + s / 4 * kHalfTile + s % 4 * 32) >> 4));
+            if (s == 0)
+                wgmma_n32<false>(x, a[s], b);
+            else
+                wgmma_n32<true>(x, a[s], b);
+        }
+        wgmma_commit();
+
+        float v_units[4][4];
+        const float to_units = exp2_int(-units), v_scale = to_units * (1.0f / kWriteScale);
+#pragma unroll
+        for (int nt = 0; nt < 4; ++nt) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                v_units[nt][2 * r] = bf16_lo(v[nt][r]) * v_scale;
+                v_units[nt][2 * r + 1] = bf16_hi(v[nt][r]) * v_scale;
+            }
+        }
+        u32 s_max[2] = {0, 0};
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s_max[e / 2] = max_abs_f16x2(s_max[e / 2], a[s][e]);
+        }
+        s_max[0] = max_abs_f16x2(s_max[0], s_max[1]);
+        float s_largest = fmaxf(f16_lo(s_max[0]), f16_hi(s_max[0]));
+        pin(v_units);
+        asm volatile("" : "+f"(s_largest));
+
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+            const u64 b = operand(kRowsOf128Bytes, base + ((kQDecayed + s / 4 * kHalfTile + s % 4 * 32) >> 4));
+            if (s == 0)
+                wgmma_n32<false>(o, a[s], b);
+            else
+                wgmma_n32<true>(o, a[s], b);
+        }
+        wgmma_commit();
+
+        wgmma_wait<1>();
+        pin(x);
+        // R / kWriteScale, as A fragments over tokens.
+        u32 r[2][4];
+        constexpr float unscale = -1.0f / (kKeyScale * kWriteScale);
+#pragma unroll
+        for (int nt = 0; nt < 4; ++nt) {
+#pragma unroll
+            for (int e = 0; e < 4; e += 2)
+                r[nt / 2][2 * (nt & 1) + e / 2] = pack_f16(fmaf(x[nt][e], unscale, v_units[nt][e]),
+                                                           fmaf(x[nt][e + 1], unscale, v_units[nt][e + 1]));
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < 2; ++s) wgmma_n32<true>(o, r[s], operand(kRowsOf64Bytes, base + ((kAq + s * 32) >> 4)));
+        wgmma_commit();
+#pragma unroll
+        for (int s = 0; s < 2; ++s)
+            wgmma_n128_rows(state.s, r[s], operand(kAkLayout, base + ((kAk + s * 16 * kRowBytes) >> 4)));
+        wgmma_commit();
+
+        // In their shadow: what the next chunk needs, and whether its units may stay.
+        const u32 this_image = image, this_full = full;
+        const bool more = c + 1 < num_chunks, shifted = shift != 0;
+        ring.advance();
+        image = shared_address(smem.stage) + ring.stage * static_cast<u32>(sizeof(smem.stage[0]));
+        full = shared_address(smem.full) + ring.stage * static_cast<u32>(sizeof(u64));
+        if (more) mbarrier_wait(full, ring.parity);
+        load_v(image);  // after the last chunk: anything
+
+        wgmma_wait<1>();
+        pin(o);
+        load_decay(image);
+        {
+            const float scale = out_scale * exp2_int(units);
+#pragma unroll
+            for (int nt = 0; nt < 4; nt += 2)
+                stmatrix_x4_trans(this_image + lane_tile + 8 * nt * kRowBytes,
+                                  pack_bf16(o[nt][0] * scale, o[nt][1] * scale),
+                                  pack_bf16(o[nt][2] * scale, o[nt][3] * scale),
+                                  pack_bf16(o[nt + 1][0] * scale, o[nt + 1][1] * scale),
+                                  pack_bf16(o[nt + 1][2] * scale, o[nt + 1][3] * scale));
+        }
+        const float v_max = measure_v(), v_next = v_max * to_units;
+        const bool above = __any_sync(0xffffffffu, !(fmaxf(v_next * (kPassState / kPassHigh), s_largest) <= kPassState));
+        const bool below = !__any_sync(0xffffffffu, v_next >= kPassLow);
+        u32 events = 0;  // all of them rare
+        if (above || below || shifted) events |= kMeasure;
+        if (c == checkpoint_chunk) events |= kCheckpoint;
+        if (!more) events |= kFinal;
+        shift_decay();
+        asm volatile("" : "+r"(events));
+
+        wgmma_wait<0>();
+        pin(state.s);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(this_full + to_empty);
+        if (events) {
+            if (events & kCheckpoint)
+                store_state(state, args.checkpoint_state, unit.n * args.checkpoint_slot + head, args.flags & kCheckpointBf16);
+            if (events & kFinal) {
+                store_final(state);
+            } else if (events & kMeasure) {
+                choose_units(state, warp_max_positive(v_max));
+            }
+        }
+        snapshot();
+    }
+}

@@ -1,0 +1,312 @@
+// KDA prefill for Hopper, one persistent kernel: producer SMs prepare chunks, consumer SMs run the recurrence, and the stage
+// images between them stay in L2.
+//
+//   S' = diag(exp g_t) S      S = S' + beta_t k_t (v_t - S'^T k_t)^T      o_t = scale S^T q_t
+//
+// in      KdaArgs (common/kda_args.cuh), PipelineArgs; flags zeroed beforehand
+// out     out bf16; final_state; checkpoint_state
+// launch  grid = SMs, 512 threads, max of the two roles' shared memory
+// roles   a ticket decides: producer CTAs prepare four chunks at a time, four warps each; consumer CTAs run up to three
+//         chains, a warpgroup each
+// order   lane = (group of sequences, head): its chunks run one after another, in two chains (halves of V); lanes run
+//         beside each other. Producers take chunks of all lanes in turn: chunk 0 of every lane, chunk 1, ...
+// ring    each lane has `ring` stage images; a producer writes the image of chunk i when both chains are past chunk i - ring
+#include "common/kda_args.cuh"
+#include "common/prepare.cuh"
+#include "common/sequence.cuh"
+#include "sm90/chain.cuh"
+
+struct PipelineArgs {
+    KdaArgs kda;     // kda.workspace: the ring, [lanes][ring] images
+    u32* flags;        // see below
+    i32 groups;        // of sequences, about equal in tokens
+    i32 heads_beside;  // heads of a group that run beside each other; the others follow in the same lanes
+    i32 ring;          // images a lane, a power of two
+    i32 consumers;     // CTAs
+    i32 chains_per_cta;
+    i32 reserved;
+};
+static_assert(sizeof(PipelineArgs) == sizeof(KdaArgs) + 32, "keep kda_jit/backends/cuda.py in step");
+
+// Flags, zero on entry: the ticket, alone on its line; for each lane a line with the number of images that its two chains
+// have taken; for each lane and place of its ring, number + 1 of the image written there.
+constexpr int kLineWords = 32;
+KDA_DEVICE u32* consumed_counters(const PipelineArgs& args, int lane) { return args.flags + kLineWords * (1 + lane); }
+KDA_DEVICE u32* ready_flag(const PipelineArgs& args, int lane, int place) {
+    return args.flags + kLineWords * (1 + args.groups * args.heads_beside) + lane * args.ring + place;
+}
+// setmaxnreg, by whole warpgroups.
+template <int kRegisters>
+KDA_DEVICE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+KDA_DEVICE void release_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+KDA_DEVICE u32 load_acquire(const u32* p) {
+    u32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+KDA_DEVICE void store_release(u32* p, u32 v) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+
+// A group of sequences: those that begin within its share of the tokens.
+struct Group {
+    int first, last;  // sequences [first, last)
+    i64 base;         // their first chunk slot
+    int slots;        // of one head
+};
+// First sequence whose start is at or past `token`; by the whole warp.
+KDA_DEVICE int sequence_at_or_after(const KdaArgs& args, i64 token) {
+    int low = 0, high = args.N;  // the answer is in [low, high]
+    const int lane = threadIdx.x & 31;
+    while (low < high) {
+        const int step = (high - low + 31) / 32;
+        const int n = low + lane * step;
+        const bool before = n < high && sequence_start(args, n) < token;
+        const int count = __popc(__ballot_sync(0xffffffffu, before));
+        if (count == 0) return low;
+        low += (count - 1) * step + 1;
+        high = min(high, low + step - 1);
+    }
+    return low;
+}
+KDA_DEVICE Group load_group(const PipelineArgs& args, int group) {
+    const KdaArgs& kda = args.kda;
+    const i64 tokens = sequence_start(kda, kda.N);
+    Group g;
+    g.first = group == 0 ? 0 : sequence_at_or_after(kda, (tokens * group + args.groups - 1) / args.groups);
+    g.last = group + 1 == args.groups ? kda.N : sequence_at_or_after(kda, (tokens * (group + 1) + args.groups - 1) / args.groups);
+    g.base = slot_base(kda, g.first);
+    g.slots = static_cast<int>(slot_base(kda, g.last) - g.base);
+    return g;
+}
+
+constexpr int kThreads = 512;
+constexpr int kQuads = kThreads / 128;  // of warps: chunks that a producer CTA works on at a time
+constexpr int kChains = 3;              // of a consumer CTA; its last warpgroup gives its registers away
+constexpr int kMaxGroups = 64;
+
+// One chunk of one value head, as the producers need to know it.
+struct Job {
+    ChunkInputs in;
+    u8* image;
+    const u32* consumed;  // of the lane's two chains
+    u32* ready;
+    i32 needed;           // images both chains must have taken before this one may be written
+    i32 number;           // in its lane
+    i32 hv;
+    i32 exists;
+};
+
+KDA_DEVICE void prefetch_l2(const u8* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Goes through the chunks of all lanes in turn, every `step`-th: chunk 0 of each lane, chunk 1, ... By one warp.
+struct JobList {
+    int number, lane;             // of the next candidate
+    int step_numbers, step_lanes; // to the one after it
+    int lanes, heads_deep, most;  // most: chunk slots of the longest lane
+
+    JobList() = default;
+    KDA_DEVICE JobList(const PipelineArgs& args, const Group* groups, int first, int step) {
+        lanes = args.groups * args.heads_beside;
+        heads_deep = (args.kda.HV + args.heads_beside - 1) / args.heads_beside;
+        most = 0;
+        for (int g = 0; g < args.groups; ++g) most = max(most, groups[g].slots);
+        most *= heads_deep;
+        number = first / lanes, lane = first % lanes;
+        step_numbers = step / lanes, step_lanes = step % lanes;
+    }
+    KDA_DEVICE void advance() {
+        number += step_numbers, lane += step_lanes;
+        if (lane >= lanes) lane -= lanes, ++number;
+    }
+    // Writes the next job that exists; the gaps between sequences and the ends of short lanes do not.
+    KDA_DEVICE void next(const PipelineArgs& args, const Group* groups, Job& job) {
+        const KdaArgs& kda = args.kda;
+        const int thread = threadIdx.x & 31;
+        for (; number < most; advance()) {
+            const Group& group = groups[lane / args.heads_beside];
+            if (number >= group.slots * heads_deep) continue;
+            const int deep = heads_deep == 1 ? 0 : number / group.slots;
+            const int hv = lane % args.heads_beside + deep * args.heads_beside;
+            if (hv >= kda.HV) continue;
+            const i64 slot = group.base + (number - deep * group.slots);
+            const int n = sequence_of_slot(kda, slot);
+            const Sequence seq = load_sequence(kda, n);
+            const int c = static_cast<int>(slot - slot_base(kda, n));
+            if (c >= seq.num_chunks) continue;
+
+            const ChunkInputs in = locate_inputs(kda, seq, chunk_of(seq, c), hv);
+            if (thread == 0) {
+                const int place = number & (args.ring - 1);
+                job.in = in;
+                job.image = kda.workspace + (static_cast<i64>(lane) * args.ring + place) * kStageBytes;
+                job.consumed = consumed_counters(args, lane);
+                job.ready = ready_flag(args, lane, place);
+                job.needed = number - args.ring + 1;
+                job.number = number;
+                job.hv = hv;
+                job.exists = 1;
+            }
+            if (thread < in.valid) {  // a row a lane; its loads will find it in L2
+                const u8* rows[3] = {in.g + static_cast<i64>(thread) * in.g_step, in.k + static_cast<i64>(thread) * in.k_step,
+                                     in.q + static_cast<i64>(thread) * in.q_step};
+#pragma unroll
+                for (int i = 0; i < 3; ++i) {
+#pragma unroll
+                    for (int at = 0; at < 256; at += 64) prefetch_l2(rows[i] + at);
+                }
+            }
+            advance();
+            return;
+        }
+        if (thread == 0) job.exists = 0;
+    }
+};
+
+struct ProducerSmem {
+    PrepareSmem prepare[kQuads];
+    Job jobs[kQuads][2];
+    JobList list[kQuads];  // of the quad's warp (1, 0), who has no register to spare
+    Group groups[kMaxGroups];
+};
+
+KDA_DEVICE void find_job(const PipelineArgs& args, ProducerSmem& smem, int quad, int turn) {
+    JobList list = smem.list[quad];
+    list.next(args, smem.groups, smem.jobs[quad][turn]);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) smem.list[quad] = list;
+    __syncwarp();
+}
+
+KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int producer, int producers) {
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), quad = warp / 4, role = warp % 4;
+    for (int g = warp; g < args.groups; g += kThreads / 32) {
+        const Group group = load_group(args, g);
+        if ((threadIdx.x & 31) == 0) smem.groups[g] = group;
+    }
+    __syncthreads();
+    const auto barrier = [&] { named_barrier(1 + quad, 128); };
+    if (role == 2) {
+        // Neighbouring heads of a chunk go to different SMs.
+        smem.list[quad] = JobList(args, smem.groups, quad * producers + producer, kQuads * producers);
+        __syncwarp();
+        find_job(args, smem, quad, 0);
+    }
+    barrier();
+    for (int turn = 0; smem.jobs[quad][turn].exists; turn ^= 1) {
+        const Job& job = smem.jobs[quad][turn];
+        const auto wait_for_place = [&] {
+            while (static_cast<i32>(load_acquire(job.consumed)) < job.needed) __nanosleep(32);
+            while (static_cast<i32>(load_acquire(job.consumed + 1)) < job.needed) __nanosleep(32);
+        };
+        const auto meanwhile = [&] { find_job(args, smem, quad, turn ^ 1); };
+        if (role < 2)
+            prepare_block<0>(args.kda, job.in, job.hv, job.image, smem.prepare[quad], role, barrier, wait_for_place, [] {});
+        else
+            prepare_block<1>(args.kda, job.in, job.hv, job.image, smem.prepare[quad], role - 2, barrier, [] {}, meanwhile);
+        barrier();  // the image is written, the next job is known, and this quad's shared memory is free
+        if (threadIdx.x % 128 == 0) store_release(job.ready, job.number + 1);
+    }
+}
+
+// Where a chain stands. In shared memory, since its warpgroup has no register to spare; only one thread writes.
+struct ChainPlace {
+    const u8* ring;    // the lane's images
+    const u32* ready;  // and flags
+    u32* taken;        // this chain's counter
+    int mask;          // ring size - 1
+    int base;          // number, in the lane, of the sequence's first chunk
+    int known;         // images before this number are known to be ready
+    Group group;
+};
+struct ConsumerSmem {
+    ChainSmem<2> chain[kChains];
+    ChainPlace place[kChains];
+};
+static_assert(sizeof(ConsumerSmem) <= 227 * 1024 - 1024 && sizeof(ProducerSmem) <= 227 * 1024 - 1024, "the shared memory of an SM");
+
+// Images from the ring of a lane, for one sequence at a time.
+struct RingSource {
+    ChainPlace& place;
+
+    KDA_DEVICE const u8* image(int c) const {
+        return place.ring + static_cast<i64>((place.base + c) & place.mask) * kStageBytes;
+    }
+    KDA_DEVICE void wait(int c) const {
+        constexpr int kAhead = 4;  // flags a look, since a look takes longer than most waits
+        const int number = place.base + c;
+        int known = place.known;
+        while (number >= known) {
+            u32 flag[kAhead];
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) flag[i] = load_acquire(place.ready + ((number + i) & place.mask));
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+                if (known >= number + i && flag[i] == static_cast<u32>(number + i + 1)) known = number + i + 1;
+            }
+        }
+        place.known = known;
+        // What the producers wrote through the generic proxy is now read through the async one.
+        asm volatile("fence.proxy.async.global;" ::: "memory");
+    }
+    KDA_DEVICE void consumed(int c) const { store_release(place.taken, place.base + c + 1); }
+};
+
+KDA_DEVICE void consume(const PipelineArgs& args, ConsumerSmem& smem, int consumer) {
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    const bool leads = threadIdx.x % 128 == 0;
+    if (warpgroup >= args.chains_per_cta) return;
+    const int chain = consumer * args.chains_per_cta + warpgroup, lane = chain >> 1, half = chain & 1;
+    if (lane >= args.groups * args.heads_beside) return;
+    ChainPlace& place = smem.place[warpgroup];
+    {
+        const Group group = load_group(args, lane / args.heads_beside);
+        if (leads) {
+            place.ring = args.kda.workspace + static_cast<i64>(lane) * args.ring * kStageBytes;
+            place.ready = ready_flag(args, lane, 0);
+            place.taken = consumed_counters(args, lane) + half;
+            place.mask = args.ring - 1;
+            place.known = 0;
+            place.group = group;
+        }
+    }
+    ChainRing ring;
+    init_chain(smem.chain[warpgroup], ring, 1 + warpgroup);  // a barrier: `place` is there for all
+
+    const RingSource source{place};
+    for (int deep = 0, hv = lane % args.heads_beside; hv < args.kda.HV; hv += args.heads_beside, ++deep) {
+        for (int n = place.group.first; n < place.group.last; ++n) {
+            if (leads) {
+                place.base = deep * place.group.slots + static_cast<int>(slot_base(args.kda, n) - place.group.base);
+                place.known = max(place.known, place.base);
+                if (place.base > 0) store_release(place.taken, place.base);  // slots without a chunk count as taken
+            }
+            run_chain(args.kda, ChainUnit{n, hv, half}, source, smem.chain[warpgroup], ring, 1 + warpgroup);
+        }
+    }
+    if (leads) store_release(place.taken, 0x7fffffffu);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) kda_pipeline(const __grid_constant__ PipelineArgs args) {
+    extern __shared__ __align__(1024) u8 dynamic_smem[];
+    __shared__ int shared_ticket;
+    if (threadIdx.x == 0) shared_ticket = atomicAdd(args.flags, 1);
+    __syncthreads();
+    // Consumers are spread evenly over the tickets, so that any set of CTAs that runs first has both roles.
+    const int ticket = shared_ticket, total = gridDim.x;
+    const int consumer = static_cast<int>(static_cast<i64>(ticket) * args.consumers / total);
+    const bool is_consumer = static_cast<int>(static_cast<i64>(ticket + 1) * args.consumers / total) > consumer;
+    if (is_consumer) {
+        if (threadIdx.x >= 128 * kChains) {
+            release_registers<24>();
+        } else {
+            take_registers<160>();
+            consume(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
+        }
+    } else {
+        produce(args, *reinterpret_cast<ProducerSmem*>(dynamic_smem), ticket - consumer, total - args.consumers);
+    }
+}
