@@ -41,6 +41,8 @@ STAGE_BYTES = 27264
 STAGE_TOKENS = 32
 #: Head size for which the CUDA kernels, and so their stage images, exist.
 STAGE_HEAD_DIM = 128
+#: Most bytes that the flags of a pipelined schedule take, whatever the sizes of the call.
+PIPELINE_FLAG_BYTES = 64 << 10
 #: Every region starts at a multiple of this many bytes.
 ALIGNMENT = 256
 #: An unplanned workspace grows in steps of this many bytes.
@@ -104,7 +106,10 @@ def workspace_specs(
             raise InputError(f"{name}: expected at least 1, got {value}.")
     slots = stage_slots(max_num_batched_tokens, max_num_seqs, checkpoints=checkpoints)
     nbytes = slots * num_heads * _stage_bytes(head_dim, dtype)
-    return {"prefill_stages": Spec((nbytes,), torch.uint8)}
+    return {
+        "prefill_stages": Spec((nbytes,), torch.uint8),
+        "pipeline_flags": Spec((PIPELINE_FLAG_BYTES,), torch.uint8),
+    }
 
 
 def _stage_bytes(head_dim: int, dtype: torch.dtype) -> int:

@@ -15,7 +15,7 @@ from kda_jit.backends.base import LaunchRecord, last_launch, record_launch
 from kda_jit.bench import gate, machine, peers, registry, report, run, subject, timer
 from kda_jit.bench.registry import ACCURACY, SPEED, BenchCase
 from kda_jit.bench.subject import Ours
-from kda_jit.bench.timer import Contender, HostTiming, Timing
+from kda_jit.bench.timer import HostTiming, Timing
 from kda_jit.errors import CompileError, InputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,8 +48,16 @@ def test_names_say_the_shape_and_are_unique():
 # At 4.28 TB/s, as worked out by hand for these shapes.
 @pytest.mark.parametrize(
     "name, floor",
-    [("8x2048_h16", 82), ("1x65536_h16", 315), ("1x8192_h96", 238), ("32x512_h12", 71)]
-    + [("8x1024_h64", 173), ("mixed_8192_h96", 253), ("8x128_h12", 6.6), ("1x64_h16", 0.8)],
+    [
+        ("8x2048_h16", 82),
+        ("1x65536_h16", 315),
+        ("1x8192_h96", 238),
+        ("mixed_8192_h96", 253),
+        ("8x1024_h64", 173),
+        ("32x512_h12", 71),
+        ("8x128_h12", 6.6),
+        ("1x64_h16", 0.8),
+    ],
 )
 def test_floor_is_the_bytes_over_the_bandwidth(name, floor):
     assert by_name(name).floor_us(4.28e12) == pytest.approx(floor, rel=0.02, abs=0.06)
@@ -113,6 +121,7 @@ def test_plain_names_of_kernels():
     assert timer.plain_name("kda_prepare") == "kda_prepare"
     assert timer.plain_name("void a::b::prepare<128, c::d>(e::f)") == "prepare"
     assert timer.plain_name("Memset (Device)") == "Memset"
+    assert timer.plain_name("_Z7prepareIN4cute5tupleEEvT_") == "prepare"
 
 
 # --- gate -------------------------------------------------------------------------------------
@@ -188,7 +197,7 @@ def test_gate_compares_every_head_with_the_baseline(monkeypatch):
     truth.check(OURS, baseline=Exact("torch"))
     spoil(monkeypatch, lambda out, state: out[:, 160:, 1].mul_(1.5))
     truth.check(OURS)
-    with pytest.raises(gate.WrongResult, match="torch, full, against torch: out: .* head 1"):
+    with pytest.raises(gate.WrongResult, match=r"torch, full, against torch: out: .* head 1"):
         truth.check(OURS, baseline=Exact("torch"))
 
 
@@ -315,24 +324,31 @@ def test_kernels_that_the_profiler_did_not_see_have_no_time():
     assert "us" not in row
 
 
+@dataclass(frozen=True)
+class Wrong(Ours):
+    name = "wrong"
+
+    def bind(self, inputs):
+        call = super().bind(inputs)
+        return lambda: tuple(2 * x for x in call())
+
+
 def test_second_subject_that_is_wrong_leaves_the_first_its_time():
-    @dataclass(frozen=True)
-    class Wrong(Ours):
-        name = "wrong"
-
-        def bind(self, inputs):
-            call = super().bind(inputs)
-            return lambda: tuple(2 * x for x in call())
-
     row = run.time_case(SMALL, [OURS, Wrong("torch")], [], FakeTimer(), 4e12, CPU)
     assert row["us"] == 10.0
     assert list(row["timings"]) == ["torch"]
     assert [note.partition(",")[0] for note in row["notes"]] == ["wrong"]
 
 
+def test_second_subject_does_not_stand_in_for_a_first_that_is_wrong():
+    row = run.time_case(SMALL, [Wrong("torch"), OURS], [], FakeTimer(), 4e12, CPU)
+    assert row["failed"].startswith("wrong, short: out")
+    assert "us" not in row
+
+
 def test_peer_that_computes_something_else_is_not_compared():
     row = time_small(peer=FakePeer(1.1))
-    assert "flashkda: out differs from ours by 9.1e-02" in row["notes"][0]
+    assert "flashkda: out differs from ours by 1.0e-01" in row["notes"][0]
     assert row["us"] == 10.0
     assert not row.keys() & {"flashkda_us", "vs_flashkda"}
     assert list(row["timings"]) == ["torch"]
@@ -347,3 +363,170 @@ def test_error_table_compares_with_float64():
     assert row["errors"]["flashkda"]["state"] < 1e-6
     assert row["errors"]["torch"]["out"] < 4e-3
     assert row["errors"]["torch"]["worst_out"] >= row["errors"]["torch"]["out"]
+
+
+# --- peers ------------------------------------------------------------------------------------
+
+
+def test_flashkda_says_why_it_is_not_here(monkeypatch, tmp_path):
+    monkeypatch.delenv("KDA_JIT_FLASHKDA_SO", raising=False)
+    assert peers.FlashKDA().why_not() == "KDA_JIT_FLASHKDA_SO is not set"
+    assert peers.find_peers(None) == []
+    monkeypatch.setenv("KDA_JIT_FLASHKDA_SO", str(tmp_path / "a.so"))
+    assert peers.FlashKDA().why_not() == f"there is no {tmp_path / 'a.so'}"
+    (tmp_path / "b.so").write_bytes(b"no library")
+    assert "b.so does not load" in peers.FlashKDA(tmp_path / "b.so").why_not()
+    with pytest.raises(InputError, match="peer: expected one that runs here, got 'flashkda'"):
+        peers.find_peers(["flashkda"])
+
+
+def test_flashkda_gets_its_arguments_in_order(monkeypatch, tmp_path):
+    class Ops:
+        @staticmethod
+        def get_workspace_size(T, H, N):
+            return T + 10 * H + 100 * N
+
+        @staticmethod
+        def fwd(*arguments):
+            called.extend(arguments)
+
+    called = []
+    peer = peers.FlashKDA(tmp_path / "x.so")
+    monkeypatch.setitem(peer.__dict__, "_ops", Ops)
+    x = SMALL.inputs(CPU)
+    out, final = peer.bind(x)()
+    assert [a is b for a, b in zip(called, x.args)] == [True] * 5
+    scale, got, workspace, A_log, dt_bias, bound, initial, state, ends, *none = called[5:]
+    assert (scale, bound, none) == (128**-0.5, -5.0, [None, None])
+    assert got is out
+    assert state is final
+    assert workspace.numel() == 57 + 20 + 300
+    assert (A_log.shape, dt_bias.shape) == ((2,), (2, 128))
+    assert initial is x.initial_state
+    assert ends is x.cu_seqlens
+    assert out.isnan().all()
+    assert final.isnan().all()
+
+
+# --- report -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def a_run():
+    fails = {"case": "other", "lengths": [9], "heads": 1, "floor_us": 1.0, "failed": "is wrong"}
+    ours = Timing(123.4, 120.0, 130.0, 20)._asdict() | {"host_us": 5.0, "call_us": 125.0}
+    timings = {"cuda/portable": ours | {"graph_us": 121.0, "kernels": {"kda_prepare": 40.0}}}
+    row = {"case": "one", "lengths": [64, 64], "heads": 2, "floor_us": 61.7, "us": 123.4}
+    row |= {"p10_us": 120.0, "p90_us": 130.0, "of_peak": 0.5, "tb_per_s": 2.123456789}
+    row |= {"max_error": 3.1e-3, "flashkda_us": 246.8, "vs_flashkda": 2.0, "timings": timings}
+    errors = {"cuda": {"out": 0.00171, "state": 0.00042, "worst_out": 0.003, "worst_state": 0.001}}
+    accuracy = [{"case": "t", "about": "g = -8", "rounding": 0.00166, "errors": errors}]
+    return {
+        "gpu": "H200",
+        "date": "2026-01-02",
+        "commit": "1a2b3c4",
+        "conditions": "L2 cold, medians",
+        "device": {"driver": "580.1"},
+        "versions": {"nvrtc": "13.0", "torch": "2.11"},
+        "copy_tb_per_s": 4.28,
+        "rows": [row, fails],
+        "accuracy": accuracy,
+        "summary": report.summary([row, fails]),
+    }
+
+
+def test_text_shows_times_and_what_failed(a_run):
+    text = report.text(a_run)
+    assert text.startswith(
+        "H200, driver 580.1, NVRTC 13.0, torch 2.11, L2 cold, medians, copy 4.28"
+    )
+    (one,) = re.findall(r"^one +1.*$", text, re.M)
+    assert " ".join(one.split()) == "one 123 120 130 61.7 50 % 2.12 247 2.00x 3.1e-03"
+    assert "other: is wrong" in text
+    assert "vs_flashkda: geomean 2.00x, least 2.00x" in text
+    assert re.search(r"^one +cuda/portable +123 +121 +5.0 +125 +kda_prepare 40.0$", text, re.M)
+    assert re.search(r"^g = -8 +0.0017 / 0.0004 +0.0017$", text, re.M)
+
+
+def test_markdown_leaves_out_columns_that_no_row_has(a_run):
+    text = report.markdown(a_run)
+    head = "| case | us | p10 | p90 | floor us | of peak | TB/s | FlashKDA us | vs FlashKDA |"
+    assert head in text
+    assert "fla us" not in text
+    assert "| other |  |  |  | 1.0 |" in text
+    assert "| g = -8 | 0.0017 / 0.0004 | 0.0017 |" in text
+
+
+def test_summary_is_the_geometric_mean_and_the_least():
+    rows = [{"vs_fla": 2.0}, {"vs_fla": 8.0}, {"failed": "x"}]
+    found = report.summary(rows)["vs_fla"]
+    assert found == {"geomean": pytest.approx(4.0), "least": 2.0, "cases": 2}
+    assert report.summary([{"failed": "x"}]) == {}
+
+
+def test_saved_run_is_what_the_readme_is_made_from(a_run, tmp_path):
+    path = report.standard_path(a_run, ["flashkda"], tmp_path / "results")
+    assert path.name == "h200-2026-01-02-flashkda.json"
+    report.save(a_run, path)
+    text = path.read_text()
+    assert len([line for line in text.splitlines() if line.startswith('  {"case"')]) == 3
+    loaded = json.loads(text)
+    assert loaded["rows"][0]["tb_per_s"] == 2.1235
+    assert loaded["accuracy"] == a_run["accuracy"]
+
+    pytest.importorskip("typer", reason="docs/generate.py describes the commands: needs typer")
+    spec = importlib.util.spec_from_file_location("bench_docs", ROOT / "docs" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    section = generate.bench_section(path.parent)
+    assert "H200, L2 cold, medians; commit 1a2b3c4, 2026-01-02" in section
+    assert "| `one` | 123 | 2.12 | 50 % | 2.0x | 3.1e-03 |" in section
+
+
+# --- command ----------------------------------------------------------------------------------
+
+
+def test_command_lists_cases_and_puts_the_schedule_back(capsys, monkeypatch):
+    monkeypatch.setenv("KDA_JIT_SCHEDULE", "portable")
+    assert run.main(["--list", "--suite", "flashkda", "--case", "1x*_h12"]) == 0
+    assert capsys.readouterr().out.split() == ["1x512_h12", "1x8192_h12"]
+    assert subject.settings.schedule() == "portable"
+
+
+def test_command_refuses_an_unknown_case(capsys):
+    assert run.main(["--case", "nine"]) == 2
+    assert "InputError: case: expected one of 8x2048_h16" in capsys.readouterr().err
+
+
+@pytest.mark.skipif("torch.cuda.is_available()", reason="there is a GPU: it would measure")
+def test_command_needs_a_gpu(capsys):
+    assert run.main([]) == 2
+    assert "device: expected a CUDA GPU" in capsys.readouterr().err
+
+
+def test_schedules_are_those_of_the_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    names = [s.name for s in run._ours("cuda", ["all", "portable"], CPU)]
+    assert names == ["cuda/portable"]
+    assert [s.name for s in run._ours("cuda", None, CPU)] == ["cuda"]
+    with pytest.raises(InputError, match="schedule: expected auto, all, portable, got 'no'"):
+        run._ours("cuda", ["no"], CPU)
+    assert "portable" in subject.schedules_for(9)
+
+
+def test_facts_name_the_machine_and_the_code(monkeypatch):
+    @dataclass
+    class Properties:
+        name = "NVIDIA H200"
+        major, minor, multi_processor_count, L2_cache_size = 9, 0, 132, 60 << 20
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
+    facts = machine.facts("1a2b3c4")
+    assert (facts["gpu"], facts["commit"]) == ("H200", "1a2b3c4")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", facts["date"])
+    assert facts["device"]["capability"] == "9.0"
+    assert facts["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
+    assert {"kda_jit", "nvrtc"} <= facts["versions"].keys()
+    assert re.fullmatch(r"[0-9a-f]{12}", facts["sources"]["portable"])
+    json.dumps(facts)

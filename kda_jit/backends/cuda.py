@@ -19,6 +19,7 @@ from torch import Tensor
 from kda_jit import settings
 from kda_jit.backends.base import LaunchRecord, Query, device_capability, record_launch
 from kda_jit.backends.cuda_rules import cuda_rejections
+from kda_jit.backends.pipeline import PipelinePlan, plan_pipeline
 from kda_jit.errors import InputError
 from kda_jit.jit import KernelSpec, arch_for, arch_named, load
 from kda_jit.jit.launch import Kernel
@@ -27,9 +28,12 @@ from kda_jit.workspace import STAGE_BYTES, Workspace, default_workspace, stage_s
 if TYPE_CHECKING:
     from kda_jit.contract import KdaProblem
 
-#: struct KdaArgs of kernels_src/common/kda_args.cuh, which asserts the size on its side.
+#: struct KdaArgs of kernels_src/common/kda_args.cuh, and what PipelineArgs of
+#: sm90/kda_pipeline.cu adds; both assert their sizes on their side.
 _ARGS = struct.Struct("@16P16q4i2f2I")
-_ARGS_BYTES = 288
+_PIPELINE_ARGS = struct.Struct("@P6i")
+ARGS_BYTES = _ARGS.size
+PIPELINE_ARGS_BYTES = _ARGS.size + _PIPELINE_ARGS.size
 
 _CU_SEQLENS_64 = 1 << 0
 _STATE_INDICES_64 = 1 << 1
@@ -50,15 +54,18 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A file of kernels_src, the kernels it launches in order, and where it runs.
+    """A file of kernels_src, the two kernels it launches in order, and where it runs.
 
     capabilities   major compute capabilities; the target is the device's own
+    pipelined      the second kernel does everything, divided by `plan_pipeline`; else the first
+                   prepares all stage images, and the second runs the recurrence
     """
 
     name: str
     file: str
-    launches: tuple[Launch, ...]
+    launches: tuple[Launch, Launch]
     capabilities: tuple[int, ...]
+    pipelined: bool = False
 
     def spec(self, target: str) -> KernelSpec:
         return KernelSpec(self.file, tuple(launch.entry for launch in self.launches), target)
@@ -67,16 +74,23 @@ class Schedule:
 PORTABLE = Schedule(
     "portable",
     "sm80/kda_prefill.cu",
-    (Launch("kda_prepare", 128, 36096), Launch("kda_recurrence", 128, 98176)),
+    (Launch("kda_prepare", 128, 35968), Launch("kda_recurrence", 128, 98176)),
     (8, 9, 10, 12),
 )
 HOPPER = Schedule(
     "hopper",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 128, 36096), Launch("kda_recurrence", 128, 100352)),
+    (Launch("kda_prepare", 128, 35968), Launch("kda_recurrence", 160, 96256)),
     (9,),
 )
-SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE, HOPPER)}
+PIPELINE = Schedule(
+    "pipeline",
+    "sm90/kda_pipeline.cu",
+    (Launch("kda_pipeline_begin", 1024, 0), Launch("kda_pipeline", 384, 196608)),
+    (9,),
+    pipelined=True,
+)
+SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE, HOPPER, PIPELINE)}
 
 
 def compile_specs(target: str) -> list[KernelSpec]:
@@ -89,7 +103,8 @@ class _Frame(threading.local):
     """The packed arguments: one buffer a thread, since a launch copies it before it returns."""
 
     def __init__(self) -> None:
-        self.buffer: Array[c_char] = create_string_buffer(_ARGS_BYTES)
+        self.buffer: Array[c_char] = create_string_buffer(ARGS_BYTES)
+        self.pipeline_buffer: Array[c_char] = create_string_buffer(PIPELINE_ARGS_BYTES)
 
 
 class CudaBackend:
@@ -106,42 +121,49 @@ class CudaBackend:
     def run(self, problem: KdaProblem, workspace: Workspace | None) -> None:
         p = problem
         device_index = p.q.get_device()
-        schedule = _schedule(settings.schedule(), device_index)
-        target = _target(settings.arch(), device_index)
-        prepare, recurrence = _kernels(schedule, target, device_index)
         stream = torch._C._cuda_getCurrentRawStream(device_index)
-
-        slots = stage_slots(p.B * p.T, p.N, checkpoints=p.checkpoint_state is not None)
         if workspace is None:
             workspace = default_workspace(p.device, stream)
-        stages = workspace.address(
-            "prefill_stages", slots * p.HV * STAGE_BYTES, caller="cuda prefill", stream=stream
+        schedule, plan = _choose(
+            settings.schedule(), device_index, p.B * p.T, p.N, p.HV, p.checkpoint_state is not None
         )
-        args = self._frame.buffer
-        _pack(args, p, stages, slots)
-        prepare.launch(
-            (slots * p.HV, 1, 1),
-            schedule.launches[0].block,
-            schedule.launches[0].smem,
-            stream,
-            args,
-        )
-        recurrence.launch(
-            (p.N * p.HV * 2, 1, 1),
-            schedule.launches[1].block,
-            schedule.launches[1].smem,
-            stream,
-            args,
-            pdl=_overlaps(target),
-        )
-        record_launch(LaunchRecord("cuda", (prepare.name, recurrence.name), schedule.name, target))
+        target = _target(settings.arch(), device_index)
+        first, second = _kernels(schedule, target, device_index)
+        a, b = schedule.launches
+        if plan is not None:
+            images = workspace.address(
+                "prefill_stages", plan.ring_bytes, caller="cuda prefill", stream=stream
+            )
+            flags = workspace.address(
+                "pipeline_flags", plan.flag_bytes, caller="cuda prefill", stream=stream
+            )
+            args = self._frame.pipeline_buffer
+            _pack(args, p, images, 0)
+            _PIPELINE_ARGS.pack_into(args, ARGS_BYTES, flags, *plan, 0)
+            first.launch((1, 1, 1), a.block, a.smem, stream, args)
+            grid = _sm_count(device_index)
+        else:
+            slots = stage_slots(p.B * p.T, p.N, checkpoints=p.checkpoint_state is not None)
+            images = workspace.address(
+                "prefill_stages", slots * p.HV * STAGE_BYTES, caller="cuda prefill", stream=stream
+            )
+            args = self._frame.buffer
+            _pack(args, p, images, slots)
+            if slots:
+                first.launch((slots * p.HV, 1, 1), a.block, a.smem, stream, args)
+            grid = p.N * p.HV * 2
+        second.launch((grid, 1, 1), b.block, b.smem, stream, args, pdl=_overlaps(target))
+        record_launch(LaunchRecord("cuda", (first.name, second.name), schedule.name, target))
 
 
 def warmup(device: torch.device) -> None:
     """Compiles and loads every kernel that a call on `device` may need."""
     index = device.index if device.index is not None else torch.cuda.current_device()
-    schedule = _schedule(settings.schedule(), index)
-    _kernels(schedule, _target(settings.arch(), index), index)
+    target = _target(settings.arch(), index)
+    major = arch_named(target).cc[0]
+    for schedule in SCHEDULES.values():
+        if major in schedule.capabilities:
+            _kernels(schedule, target, index)
 
 
 def _kernels(schedule: Schedule, target: str, device_index: int) -> tuple[Kernel, Kernel]:
@@ -154,16 +176,27 @@ def _spec(schedule: Schedule, target: str) -> KernelSpec:
     return schedule.spec(target)
 
 
-@lru_cache(maxsize=64)
-def _schedule(asked: str, device_index: int) -> Schedule:
-    """The schedule that the environment asks for by name, else the device's."""
+@lru_cache(maxsize=4096)
+def _choose(
+    asked: str, device_index: int, tokens: int, N: int, HV: int, checkpoints: bool
+) -> tuple[Schedule, PipelinePlan | None]:
+    """The schedule that the environment asks for by name, else the best one for the sizes."""
     if asked == "auto":
-        return PORTABLE
+        asked = PORTABLE.name
     if asked not in SCHEDULES:
         raise InputError(
             f"{settings.SCHEDULE.name}: expected auto, {', '.join(SCHEDULES)}, got {asked!r}."
         )
-    return SCHEDULES[asked]
+    schedule = SCHEDULES[asked]
+    if not schedule.pipelined:
+        return schedule, None
+    plan = plan_pipeline(tokens, N, HV, _sm_count(device_index))
+    return (schedule, plan) if plan is not None else (HOPPER, None)
+
+
+@lru_cache(maxsize=64)
+def _sm_count(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 @lru_cache(maxsize=64)

@@ -47,3 +47,13 @@ KDA_DEVICE void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier
 KDA_DEVICE void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
+// Registers a thread of this warpgroup may use from here on; a multiple of 8.
+template <int kRegisters>
+KDA_DEVICE void raise_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+KDA_DEVICE void lower_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}

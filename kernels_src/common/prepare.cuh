@@ -20,6 +20,13 @@
 
 constexpr int kGRow = kHeadDim + 4;  // floats: neighbouring rows start 16 bytes apart, modulo the banks
 
+// The tiles of k and q in shared memory: tile_offset with another order of XORs, so that neighbouring rows, which a quarter of a
+// warp reads 16 bytes a lane, fall into different halves of the banks.
+KDA_DEVICE int work_offset(int row, int piece) {
+    const int order = ((row & 1) << 2) | ((row >> 1) & 3);
+    return (piece >> 3) * kHalfTile + row * kRowBytes + (((piece & 7) ^ order) << 4);
+}
+
 struct PrepareSmem {
     float G[kChunk][kGRow];            // cumulative log2 decay from the block's start; later what the functions below put there
     float own_decay[2][kHeadDim];      // exp(G) at the end of the block; block 0: / kBlock0Scale
@@ -42,11 +49,11 @@ constexpr float kTruncation = 1.0f + 2 * 0.72f * 0x1p-11f;
 // 16 bytes a lane for 16 channels; group m has two.
 KDA_DEVICE Quad32* k_end_fragment(PrepareSmem& smem, int m, int half, int lane) {  // f16 B: k exp(G_end - G), block 0
     const int at = 32 * half + lane;
-    return reinterpret_cast<Quad32*>(smem.q + tile_offset(at / 4, 4 * m + at % 4));
+    return reinterpret_cast<Quad32*>(smem.q + work_offset(at / 4, 4 * m + at % 4));
 }
 KDA_DEVICE Quad32* q_local_fragment(PrepareSmem& smem, int m, int half, int lane) {  // f16 A: q exp(G), block 1
     const int at = 32 * half + lane;
-    return reinterpret_cast<Quad32*>(smem.q + tile_offset(kBlock + at / 4, 4 * m + at % 4));
+    return reinterpret_cast<Quad32*>(smem.q + work_offset(kBlock + at / 4, 4 * m + at % 4));
 }
 KDA_DEVICE Quad32* k_local_fragment(PrepareSmem& smem, int m, int half, int lane) {  // f16 A: k exp(G), block 1
     const int at = 32 * half + lane;
@@ -75,7 +82,7 @@ KDA_DEVICE float scaled_row_squares(const u8* tile, int row, int half) {
     float sum = 0.0f;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-        const Quad32 x = load_quad(tile + tile_offset(row, 4 * (2 * half + m) + (threadIdx.x & 3)));
+        const Quad32 x = load_quad(tile + work_offset(row, 4 * (2 * half + m) + (threadIdx.x & 3)));
         const u32 pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -90,12 +97,12 @@ KDA_DEVICE float scaled_row_squares(const u8* tile, int row, int half) {
 
 // Leaves the sums of squares of 16 rows from row - gid on, 64 channels, in `squares`. They are the diagonal of the rows' Gram
 // matrix: exact products, fp32 sums, and no unpacking.
-KDA_DEVICE void measure_rows(float* squares, const u8* tile, int row, int half, int own_piece) {
+KDA_DEVICE void measure_rows(float* squares, const u8* tile, int row, int half, int work_piece) {
     const int gid = (threadIdx.x & 31) >> 2, tid = threadIdx.x & 3;
     float gram[2][4] = {};
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-        const u8* piece = tile + (own_piece ^ (m << 6));
+        const u8* piece = tile + (work_piece ^ (m << 6));
         const Quad32 x = load_quad(piece), y = load_quad(piece + 8 * kRowBytes);
         const u32 a[4] = {x.x, y.x, x.y, y.y}, b[4] = {x.z, y.z, x.w, y.w};
         mma_bf16(gram[0], a, x.x, x.y);
@@ -145,16 +152,32 @@ KDA_DEVICE ChunkInputs locate_inputs(const KdaArgs& args, const Sequence& seq, c
     return in;
 }
 
+// Asks for a chunk's rows of q, k and g, one row a lane, so that whoever loads them finds them in L2.
+KDA_DEVICE void prefetch_inputs(const ChunkInputs& in) {
+    const int row = threadIdx.x & 31;
+    if (row >= in.valid) return;
+    const u8* rows[3] = {in.g + static_cast<i64>(row) * in.g_step, in.k + static_cast<i64>(row) * in.k_step,
+                         in.q + static_cast<i64>(row) * in.q_step};
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+#pragma unroll
+        for (int at = 0; at < 2 * kHeadDim; at += 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(rows[i] + at));
+    }
+}
+
 // Warp (block, half)'s share of a chunk of value head `hv`. `barrier()` joins the four warps, who call it equally often;
 // `wait_for_place()` returns when the image may be written, and is called by warp (0, 0) as late as can be; `meanwhile()` is
 // called by warp (1, 0), which else would wait for warp (0, 0) to solve.
 template <int block, typename Barrier, typename Wait, typename Meanwhile>
 KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv, u8* image, PrepareSmem& smem, int half,
                               Barrier barrier, Wait wait_for_place, Meanwhile meanwhile) {
-    const int lane = threadIdx.x & 31, gid = lane >> 2, tid = lane & 3;
+    int lane = threadIdx.x & 31;
+    asm volatile("" : "+r"(lane));  // else a caller's loop keeps all that follows from it in registers
+    const int gid = lane >> 2, tid = lane & 3;
     constexpr int row0 = block * kBlock;
-    // Offset of this lane's own piece in row gid of group 2 half; its group 2 half + 1 is at ^ 64: the swizzle is an XOR.
-    const int own_piece = tile_offset(row0 + gid, 8 * half + tid);
+    // Offsets of this lane's own piece in row gid of group 2 half, in the image and in shared memory; that of group 2 half + 1
+    // is at ^ 64: the swizzle is an XOR.
+    const int own_piece = tile_offset(row0 + gid, 8 * half + tid), work_piece = work_offset(row0 + gid, 8 * half + tid);
 
     // Loads first: the gates, then q and k on their way to shared memory while the gates are worked on. Rows past the
     // last token repeat it, where the value does not matter, or are zeros. A lane fetches the pieces of q and k that it will
@@ -181,7 +204,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
         const u8 *q = in.q + at * in.q_step + channel_bytes, *k = in.k + at * in.k_step + channel_bytes;
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            const int piece = (own_piece ^ (m << 6)) + 8 * r * kRowBytes;
+            const int piece = (work_piece ^ (m << 6)) + 8 * r * kRowBytes;
             cp_async_16_or_zero(shared_address(smem.k + piece), k + 64 * m, live);
             cp_async_16_or_zero(shared_address(smem.q + piece), q + 64 * m, live);
         }
@@ -226,8 +249,8 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
         }
     }
     cp_async_wait<0>();
-    measure_rows(smem.squares[half][0], smem.k, row0 + gid, half, own_piece);
-    measure_rows(smem.squares[half][1], smem.q, row0 + gid, half, own_piece);
+    measure_rows(smem.squares[half][0], smem.k, row0 + gid, half, work_piece);
+    measure_rows(smem.squares[half][1], smem.q, row0 + gid, half, work_piece);
     if (block == 0 && half == 0) wait_for_place();
     barrier();  // G, the decays, the squares and beta are in place
 
@@ -239,13 +262,13 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
     float A[2][4] = {}, M[2][4] = {};  // C tiles: columns 0..7 and 8..15 of the block, times the scales
     int shared_piece[4];               // the four pieces that this lane shares with its quad
 #pragma unroll
-    for (int j = 0; j < 4; ++j) shared_piece[j] = tile_offset(row0 + gid, 8 * half + j) + 4 * tid;
+    for (int j = 0; j < 4; ++j) shared_piece[j] = work_offset(row0 + gid, 8 * half + j) + 4 * tid;
 #pragma unroll 1  // unrolled, it needs more registers and gains nothing
     for (int odd = 0; odd < 2; ++odd) {
         const int m = 2 * half + odd, channel = 32 * m + 8 * tid;
-        const int piece = own_piece ^ (odd << 6);
-        const Quad32 k_raw[2] = {load_quad(smem.k + piece), load_quad(smem.k + piece + 8 * kRowBytes)};
-        const Quad32 q_raw[2] = {load_quad(smem.q + piece), load_quad(smem.q + piece + 8 * kRowBytes)};
+        const u8 *k_piece = smem.k + (work_piece ^ (odd << 6)), *q_piece = smem.q + (work_piece ^ (odd << 6));
+        const Quad32 k_raw[2] = {load_quad(k_piece), load_quad(k_piece + 8 * kRowBytes)};
+        const Quad32 q_raw[2] = {load_quad(q_piece), load_quad(q_piece + 8 * kRowBytes)};
         float own_decay[8];
         *reinterpret_cast<Float4*>(own_decay) = *reinterpret_cast<const Float4*>(&smem.own_decay[block][channel]);
         *reinterpret_cast<Float4*>(own_decay + 4) = *reinterpret_cast<const Float4*>(&smem.own_decay[block][channel + 4]);
@@ -301,6 +324,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
                 const u32 restored = block ? k_end[r][j] : mul_f16x2(k_end[r][j], other_decay[j]);
                 *reinterpret_cast<u32*>(smem.k + (shared_piece[j] ^ (odd << 6)) + 8 * r * kRowBytes) = restored;
             }
+            const int piece = own_piece ^ (odd << 6);
             store_quad(image + kKDecayed + piece + 8 * r * kRowBytes, Quad32{k_image[0], k_image[1], k_image[2], k_image[3]});
             store_quad(image + kQDecayed + piece + 8 * r * kRowBytes, Quad32{q_image[0], q_image[1], q_image[2], q_image[3]});
         }
@@ -430,11 +454,11 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
         for (int jj = 0; jj < 4; jj += 2) {
             const int piece = 8 * half + 4 * odd + jj + (lane >> 4);
             u32 b[4];
-            ldmatrix_x4_trans(b, shared_address(smem.k + tile_offset(row0 + tile_row, piece)));
+            ldmatrix_x4_trans(b, shared_address(smem.k + work_offset(row0 + tile_row, piece)));
             mma_f16(ak[jj], t_own, b[0], b[1]);
             mma_f16(ak[jj + 1], t_own, b[2], b[3]);
             if (block == 0) {
-                ldmatrix_x4_trans(b, shared_address(smem.k + tile_offset(16 + tile_row, piece)));
+                ldmatrix_x4_trans(b, shared_address(smem.k + work_offset(16 + tile_row, piece)));
                 mma_f16(ak[jj], t_upper, b[0], b[1]);
                 mma_f16(ak[jj + 1], t_upper, b[2], b[3]);
             }

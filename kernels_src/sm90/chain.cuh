@@ -1,5 +1,5 @@
 // A chain: the recurrence of 64 of V's columns of one (sequence, value head), chunk after chunk, by a warpgroup that computes
-// and a warp that moves data.
+// and a few warps that move data.
 //
 //   X = S k_decayed     R = V - X     O = S q_decayed + R A_q     S' = D S + A_k^T R       (S, X, R, O transposed: V first)
 //
@@ -10,9 +10,9 @@
 //   registers      | v, max |      wait   | R |  next D and V, pack O | snapshot, decay  | v, max ...
 //
 // The state is decayed for the next chunk right after it was packed for it: ptxas lets nobody write an accumulator while
-// an earlier batch is in flight. All else that is not arithmetic is the mover's. Two barriers a stage join the two:
-//   full    mover -> compute: the image and V's columns are here
-//   empty   compute -> mover: the stage has been read, and O lies where V's columns were
+// an earlier batch is in flight. All else that is not arithmetic is the movers'. Two barriers a stage join the two:
+//   full    movers -> compute: the image and V's columns are here
+//   empty   compute -> movers: the stage has been read, and O lies where V's columns were
 //
 // f16 range. A new choice of units needs the state's exact maximum, which is late; so a chunk is let pass on the maximum
 // of the state before it. The rule is a contraction, |s'|^2 <= |s|^2 + v^2 a token for each row s of S^T: if |v| <= 2^12 and |S| <= 2^10
@@ -23,7 +23,7 @@
 #include "common/sequence.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int kChainThreads = 128;  // that compute; 32 more move
+constexpr int kChainThreads = 128;  // that compute
 constexpr int kChainColumns = 64;   // of V
 constexpr int kImageBytes = (kStageBytes + 1023) / 1024 * 1024;
 constexpr int kChainTile = kHalfTile;  // 32 tokens x 64 columns, bf16, tile_offset layout
@@ -34,14 +34,15 @@ constexpr float kPassLow = 0x1p4f, kPassHigh = 0x1p12f, kPassState = 0x1p10f;
 
 enum ChainEvents : u32 { kMeasure = 1, kCheckpoint = 2, kFinal = 4 };  // after a chunk
 
-template <int kStages>
+// kMovers: threads that move, 32 or more. One warp does, but slows down the computing warp that shares its scheduler.
+template <int kStages, int kMovers = 32>
 struct ChainSmem {
     struct Stage {
         u8 image[kImageBytes];
         u8 v[kChainTile];  // later O
     };
     alignas(1024) Stage stage[kStages];
-    u64 full[kStages];   // 1 + 32 arrivals
+    u64 full[kStages];   // 1 + kMovers arrivals
     u64 empty[kStages];  // one a warp
 };
 // Where one side stands in the ring: the stage of its next chunk, and the parity of that stage's phase. Outlives a chain.
@@ -58,7 +59,7 @@ struct ChainUnit {
     int n, hv, half;
 };
 
-// Where stage images come from; the mover's whole warp asks. This one: the workspace that an earlier grid filled.
+// Where stage images come from; the first of the moving warps asks. This one: the workspace that an earlier grid filled.
 struct WorkspaceSource {
     const u8* images;  // of the sequence's first chunk
     i64 pitch;         // bytes to the next chunk's
@@ -71,21 +72,23 @@ struct WorkspaceSource {
 };
 
 // Once per kernel, by one thread; a barrier of all users must follow.
-template <int kStages>
-KDA_DEVICE void init_chain(ChainSmem<kStages>& smem) {
+template <int kStages, int kMovers>
+KDA_DEVICE void init_chain(ChainSmem<kStages, kMovers>& smem) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-        mbarrier_init(shared_address(&smem.full[i]), 1 + 32);
+        mbarrier_init(shared_address(&smem.full[i]), 1 + kMovers);
         mbarrier_init(shared_address(&smem.empty[i]), kChainThreads / 32);
     }
     mbarrier_init_fence();
 }
 
-// The mover's part of `unit`: fills stages, and takes O out of them.
-template <int kStages, typename Source>
-KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Source& source, ChainSmem<kStages>& smem,
-                           ChainRing<kStages>& ring) {
-    const int lane = threadIdx.x & 31, row = lane / 8, piece = lane % 8;
+// The movers' part of `unit`, by `thread` 0 .. kMovers - 1: fills stages, and takes O out of them.
+template <int kStages, int kMovers, typename Source>
+KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Source& source,
+                           ChainSmem<kStages, kMovers>& smem, ChainRing<kStages>& ring,
+                           int thread = threadIdx.x % kMovers) {
+    constexpr int kRows = kMovers / 8, kSteps = kChunk / kRows;  // rows a step; a thread refills just the rows that it has read
+    const int row = thread / 8, piece = thread % 8;
     const Sequence seq = load_sequence(args, unit.n);
     const int column = unit.hv * kHeadDim + unit.half * kChainColumns + 8 * piece;
     const u16* v = args.v + seq.batch * args.v_batch + seq.first * args.v_token + column;
@@ -94,19 +97,21 @@ KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Sou
     auto fill = [&](int c, u32 stage) {
         const u32 full = shared_address(smem.full) + stage * static_cast<u32>(sizeof(u64));
         const u32 to = shared_address(smem.stage) + stage * static_cast<u32>(sizeof(smem.stage[0]));
-        source.wait(c);
-        if (lane == 0) {
-            mbarrier_arrive_expect_bytes(full, kStageBytes);
-            bulk_copy(to, source.image(c), kStageBytes, full);
+        if (thread < 32) {
+            source.wait(c);
+            if (thread == 0) {
+                mbarrier_arrive_expect_bytes(full, kStageBytes);
+                bulk_copy(to, source.image(c), kStageBytes, full);
+            }
+            __syncwarp();
         }
-        __syncwarp();
         const Chunk chunk = chunk_of(seq, c);
         const u16* from = v + (chunk.start + row) * args.v_token;
 #pragma unroll
-        for (int i = 0; i < kChunk / 4; ++i) {
-            const bool live = row + 4 * i < chunk.valid;
-            cp_async_16_or_zero(to + kImageBytes + tile_offset(row + 4 * i, piece), live ? from : args.v, live);
-            from += 4 * args.v_token;
+        for (int i = 0; i < kSteps; ++i) {
+            const bool live = row + kRows * i < chunk.valid;
+            cp_async_16_or_zero(to + kImageBytes + tile_offset(row + kRows * i, piece), live ? from : args.v, live);
+            from += kRows * args.v_token;
         }
         mbarrier_arrive_after_cp_async(full);
     };
@@ -120,26 +125,22 @@ KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Sou
         const Chunk chunk = chunk_of(seq, c);
         u16* to = out + (chunk.start + row) * args.out_token;
         mbarrier_wait(shared_address(&smem.empty[ring.stage]), ring.parity);
-        source.consumed(c);
+        if (thread < 32) source.consumed(c);
+        Quad32 rows[kSteps];
 #pragma unroll
-        for (int half = 0; half < kChunk / 4; half += 4) {
-            Quad32 rows[4];
+        for (int i = 0; i < kSteps; ++i) rows[i] = load_quad(tile + tile_offset(row + kRows * i, piece));
 #pragma unroll
-            for (int i = 0; i < 4; ++i) rows[i] = load_quad(tile + tile_offset(row + 4 * (half + i), piece));
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (row + 4 * (half + i) < chunk.valid) store_quad(to, rows[i]);
-                to += 4 * args.out_token;
-            }
+        for (int i = 0; i < kSteps; ++i) {
+            if (row + kRows * i < chunk.valid) store_quad(to, rows[i]);
+            to += kRows * args.out_token;
         }
-        __syncwarp();
         if (c + kStages < seq.num_chunks) fill(c + kStages, ring.stage);
     }
 }
 
 // The warpgroup's part of `unit`, from the initial to the final state.
-template <int kStages>
-KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainSmem<kStages>& smem,
+template <int kStages, int kMovers>
+KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainSmem<kStages, kMovers>& smem,
                               ChainRing<kStages>& ring) {
     const int thread = threadIdx.x % kChainThreads, lane = threadIdx.x & 31, tid = lane & 3;
     const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // uniform, as far as the compiler can tell

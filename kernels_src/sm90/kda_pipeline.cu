@@ -3,11 +3,12 @@
 //
 //   S' = diag(exp g_t) S      S = S' + beta_t k_t (v_t - S'^T k_t)^T      o_t = scale S^T q_t
 //
-// in      KdaArgs (common/kda_args.cuh), PipelineArgs; flags zeroed beforehand
+// in      KdaArgs (common/kda_args.cuh), PipelineArgs
 // out     out bf16; final_state; checkpoint_state
-// launch  grid = SMs, 512 threads, max of the two roles' shared memory
-// roles   a ticket decides: producer CTAs prepare four chunks at a time, four warps each; consumer CTAs run up to three
-//         chains, a warpgroup each
+// launch  kda_pipeline_begin  1 CTA: zeroes the flags
+//         kda_pipeline        grid = SMs, 384 threads, kPipelineSmem; after it, on the same stream
+// roles   a ticket decides: producer CTAs prepare three chunks at a time, four warps each; consumer CTAs run up to two chains,
+//         a warpgroup and a warp each
 // order   lane = (group of sequences, head): its chunks run one after another, in two chains (halves of V); lanes run
 //         beside each other. Producers take chunks of all lanes in turn: chunk 0 of every lane, chunk 1, ...
 // ring    each lane has `ring` stage images; a producer writes the image of chunk i when both chains are past chunk i - ring
@@ -34,15 +35,6 @@ constexpr int kLineWords = 32;
 KDA_DEVICE u32* consumed_counters(const PipelineArgs& args, int lane) { return args.flags + kLineWords * (1 + lane); }
 KDA_DEVICE u32* ready_flag(const PipelineArgs& args, int lane, int place) {
     return args.flags + kLineWords * (1 + args.groups * args.heads_beside) + lane * args.ring + place;
-}
-// setmaxnreg, by whole warpgroups.
-template <int kRegisters>
-KDA_DEVICE void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-KDA_DEVICE void release_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 KDA_DEVICE u32 load_acquire(const u32* p) {
     u32 v;
@@ -83,10 +75,11 @@ KDA_DEVICE Group load_group(const PipelineArgs& args, int group) {
     return g;
 }
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 384;           // at 168 registers
 constexpr int kQuads = kThreads / 128;  // of warps: chunks that a producer CTA works on at a time
-constexpr int kChains = 3;              // of a consumer CTA; its last warpgroup gives its registers away
+constexpr int kChains = 2;              // of a consumer CTA
 constexpr int kMaxGroups = 64;
+constexpr int kPipelineSmem = 196608;   // for one CTA an SM, whatever its role
 
 // One chunk of one value head, as the producers need to know it.
 struct Job {
@@ -99,8 +92,6 @@ struct Job {
     i32 hv;
     i32 exists;
 };
-
-KDA_DEVICE void prefetch_l2(const u8* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // Goes through the chunks of all lanes in turn, every `step`-th: chunk 0 of each lane, chunk 1, ... By one warp.
 struct JobList {
@@ -150,15 +141,7 @@ struct JobList {
                 job.hv = hv;
                 job.exists = 1;
             }
-            if (thread < in.valid) {  // a row a lane; its loads will find it in L2
-                const u8* rows[3] = {in.g + static_cast<i64>(thread) * in.g_step, in.k + static_cast<i64>(thread) * in.k_step,
-                                     in.q + static_cast<i64>(thread) * in.q_step};
-#pragma unroll
-                for (int i = 0; i < 3; ++i) {
-#pragma unroll
-                    for (int at = 0; at < 256; at += 64) prefetch_l2(rows[i] + at);
-                }
-            }
+            prefetch_inputs(in);
             advance();
             return;
         }
@@ -212,101 +195,100 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
     }
 }
 
-// Where a chain stands. In shared memory, since its warpgroup has no register to spare; only one thread writes.
-struct ChainPlace {
+// Images from the ring of a lane, one sequence at a time; asked by the chain's mover warp.
+struct RingSource {
     const u8* ring;    // the lane's images
-    const u32* ready;  // and flags
+    const u32* ready;  // and their flags
     u32* taken;        // this chain's counter
     int mask;          // ring size - 1
     int base;          // number, in the lane, of the sequence's first chunk
-    int known;         // images before this number are known to be ready
-    Group group;
-};
-struct ConsumerSmem {
-    ChainSmem<2> chain[kChains];
-    ChainPlace place[kChains];
-};
-static_assert(sizeof(ConsumerSmem) <= 227 * 1024 - 1024 && sizeof(ProducerSmem) <= 227 * 1024 - 1024, "the shared memory of an SM");
+    mutable int known; // images before this number are known to be ready
 
-// Images from the ring of a lane, for one sequence at a time.
-struct RingSource {
-    ChainPlace& place;
-
-    KDA_DEVICE const u8* image(int c) const {
-        return place.ring + static_cast<i64>((place.base + c) & place.mask) * kStageBytes;
-    }
+    KDA_DEVICE const u8* image(int c) const { return ring + static_cast<i64>((base + c) & mask) * kStageBytes; }
     KDA_DEVICE void wait(int c) const {
-        constexpr int kAhead = 4;  // flags a look, since a look takes longer than most waits
-        const int number = place.base + c;
-        int known = place.known;
+        // Several flags a look, since a look takes longer than most waits: lane i asks for the i-th image from here.
+        const int number = base + c, lane = threadIdx.x & 31;
         while (number >= known) {
-            u32 flag[kAhead];
-#pragma unroll
-            for (int i = 0; i < kAhead; ++i) flag[i] = load_acquire(place.ready + ((number + i) & place.mask));
-#pragma unroll
-            for (int i = 0; i < kAhead; ++i) {
-                if (known >= number + i && flag[i] == static_cast<u32>(number + i + 1)) known = number + i + 1;
-            }
+            const bool asks = lane < 8 && lane <= mask;
+            const u32 flag = asks ? load_acquire(ready + ((number + lane) & mask)) : 0;
+            const u32 written = __ballot_sync(0xffffffffu, asks && flag == static_cast<u32>(number + lane + 1));
+            known = max(known, number + __ffs(~written) - 1);
         }
-        place.known = known;
         // What the producers wrote through the generic proxy is now read through the async one.
         asm volatile("fence.proxy.async.global;" ::: "memory");
     }
-    KDA_DEVICE void consumed(int c) const { store_release(place.taken, place.base + c + 1); }
+    KDA_DEVICE void consumed(int c) const { skip_to(base + c + 1); }
+    KDA_DEVICE void skip_to(int number) const {
+        if ((threadIdx.x & 31) == 0) store_release(taken, number);
+    }
 };
 
-KDA_DEVICE void consume(const PipelineArgs& args, ConsumerSmem& smem, int consumer) {
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    const bool leads = threadIdx.x % 128 == 0;
-    if (warpgroup >= args.chains_per_cta) return;
-    const int chain = consumer * args.chains_per_cta + warpgroup, lane = chain >> 1, half = chain & 1;
-    if (lane >= args.groups * args.heads_beside) return;
-    ChainPlace& place = smem.place[warpgroup];
-    {
-        const Group group = load_group(args, lane / args.heads_beside);
-        if (leads) {
-            place.ring = args.kda.workspace + static_cast<i64>(lane) * args.ring * kStageBytes;
-            place.ready = ready_flag(args, lane, 0);
-            place.taken = consumed_counters(args, lane) + half;
-            place.mask = args.ring - 1;
-            place.known = 0;
-            place.group = group;
-        }
-    }
-    ChainRing ring;
-    init_chain(smem.chain[warpgroup], ring, 1 + warpgroup);  // a barrier: `place` is there for all
+struct ConsumerSmem {
+    ChainSmem<3> chain[kChains];
+    Group group[kChains];  // here, since a warpgroup that computes has no register to spare
+};
+static_assert(sizeof(ConsumerSmem) <= kPipelineSmem && sizeof(ProducerSmem) <= kPipelineSmem, "the shared memory asked for");
 
-    const RingSource source{place};
-    for (int deep = 0, hv = lane % args.heads_beside; hv < args.kda.HV; hv += args.heads_beside, ++deep) {
-        for (int n = place.group.first; n < place.group.last; ++n) {
-            if (leads) {
-                place.base = deep * place.group.slots + static_cast<int>(slot_base(args.kda, n) - place.group.base);
-                place.known = max(place.known, place.base);
-                if (place.base > 0) store_release(place.taken, place.base);  // slots without a chunk count as taken
-            }
-            run_chain(args.kda, ChainUnit{n, hv, half}, source, smem.chain[warpgroup], ring, 1 + warpgroup);
+// Warpgroup i computes chain i of the CTA, the i-th warp after the warpgroups moves its data.
+KDA_DEVICE void consume(const PipelineArgs& args, ConsumerSmem& smem, int consumer) {
+    const KdaArgs& kda = args.kda;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    const bool computes = warp < 4 * kChains;
+    const int own = computes ? warp / 4 : warp - 4 * kChains;  // past the last chain: nothing to do
+    const int chain = consumer * args.chains_per_cta + own, lane = chain >> 1, half = chain & 1;
+    const bool works = own < args.chains_per_cta && lane < args.groups * args.heads_beside;
+    if (!computes && works) {
+        const Group group = load_group(args, lane / args.heads_beside);
+        if ((threadIdx.x & 31) == 0) {
+            smem.group[own] = group;
+            init_chain(smem.chain[own]);
         }
     }
-    if (leads) store_release(place.taken, 0x7fffffffu);
+    __syncthreads();
+    if (!works) return;
+    const Group& group = smem.group[own];
+
+    ChainRing<3> ring;
+    if (computes) {
+        for (int hv = lane % args.heads_beside; hv < kda.HV; hv += args.heads_beside) {
+            for (int n = group.first; n < group.last; ++n) compute_chain(kda, ChainUnit{n, hv, half}, smem.chain[own], ring);
+        }
+    } else {
+        RingSource source{kda.workspace + static_cast<i64>(lane) * args.ring * kStageBytes, ready_flag(args, lane, 0),
+                          consumed_counters(args, lane) + half, args.ring - 1, 0, 0};
+        int before = 0;  // numbers of the heads that are done
+        for (int hv = lane % args.heads_beside; hv < kda.HV; hv += args.heads_beside, before += group.slots) {
+            for (int n = group.first; n < group.last; ++n) {
+                source.base = before + static_cast<int>(slot_base(kda, n) - group.base);
+                source.known = max(source.known, source.base);
+                source.skip_to(source.base);  // slots that hold no chunk count as taken
+                move_chain(kda, ChainUnit{n, hv, half}, source, smem.chain[own], ring);
+            }
+        }
+        source.skip_to(0x7fffffff);
+    }
+}
+
+// Zeroes the flags; one CTA.
+extern "C" __global__ void __launch_bounds__(1024) kda_pipeline_begin(const __grid_constant__ PipelineArgs args) {
+    grid_launch_dependents();
+    const int lanes = args.groups * args.heads_beside;
+    const int words = kLineWords * (1 + lanes) + lanes * args.ring;
+    for (int i = threadIdx.x; i < words; i += 1024) args.flags[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) kda_pipeline(const __grid_constant__ PipelineArgs args) {
     extern __shared__ __align__(1024) u8 dynamic_smem[];
     __shared__ int shared_ticket;
+    grid_wait_for_prerequisites();  // the flags are zero
     if (threadIdx.x == 0) shared_ticket = atomicAdd(args.flags, 1);
     __syncthreads();
     // Consumers are spread evenly over the tickets, so that any set of CTAs that runs first has both roles.
     const int ticket = shared_ticket, total = gridDim.x;
     const int consumer = static_cast<int>(static_cast<i64>(ticket) * args.consumers / total);
     const bool is_consumer = static_cast<int>(static_cast<i64>(ticket + 1) * args.consumers / total) > consumer;
-    if (is_consumer) {
-        if (threadIdx.x >= 128 * kChains) {
-            release_registers<24>();
-        } else {
-            take_registers<160>();
-            consume(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
-        }
-    } else {
+    if (is_consumer)
+        consume(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
+    else
         produce(args, *reinterpret_cast<ProducerSmem*>(dynamic_smem), ticket - consumer, total - args.consumers);
-    }
 }

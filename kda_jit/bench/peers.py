@@ -1,0 +1,160 @@
+"""Other implementations of the same operator, if they are here. None is needed, none is installed.
+
+FlashKDA's library comes inside vLLM's wheel (vllm/_flashkda_C.abi3.so); name it in the environment.
+fla is taken if `fla.ops.kda` imports; it tunes itself on first use of a head count, for tens of
+seconds, and so is only measured when asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_jit.errors import InputError
+from kda_jit.settings import Setting
+from kda_jit.testing import Inputs
+
+from .subject import Call
+
+FLASHKDA_SO = Setting(
+    "KDA_JIT_FLASHKDA_SO",
+    "none",
+    "Shared library of FlashKDA (_flashkda_C.abi3.so) for benchmarks to measure against.",
+)
+
+
+class FlashKDA:
+    """vLLM's build of FlashKDA: bf16, K = V = 128, bounded gate, HV = H, packed."""
+
+    name = "flashkda"
+
+    def __init__(self, path: Path | None = None) -> None:
+        """path: of the library; None: where the environment says."""
+        named = path or (Path(asked) if (asked := FLASHKDA_SO.read()) else None)
+        self.path = named.expanduser() if named else None
+
+    def activate(self) -> None:
+        pass
+
+    @property
+    def version(self) -> str:
+        return f"{self.path.name}, {self.path.stat().st_size} bytes" if self.path else ""
+
+    def why_not(self) -> str | None:
+        """Why it cannot run here; None if it can."""
+        if self.path is None:
+            return f"{FLASHKDA_SO.name} is not set"
+        if not self.path.is_file():
+            return f"there is no {self.path}"
+        try:
+            return None if self._ops.fwd else "the library has no operator fwd"
+        except (OSError, AttributeError) as error:
+            return f"{self.path} does not load: {error}"
+
+    @cached_property
+    def _ops(self) -> Any:
+        assert self.path is not None
+        torch.ops.load_library(str(self.path.resolve()))
+        return torch.ops._flashkda_C
+
+    def bind(self, inputs: Inputs) -> Call:
+        x, fwd = inputs, self._ops.fwd
+        assert x.cu_seqlens is not None
+        assert x.lower_bound is not None
+        T, H, D = x.q.shape[1:]
+        out = torch.full_like(x.v, torch.nan)
+        final = torch.full((x.N, H, D, D), torch.nan, device=x.q.device)
+        initial = torch.zeros_like(final) if x.initial_state is None else x.initial_state
+        nbytes = self._ops.get_workspace_size(T, H, x.N)
+        workspace = torch.empty(nbytes, dtype=torch.uint8, device=x.q.device)
+        scale = D**-0.5 if x.scale is None else x.scale
+        A_log, dt_bias = x.A_log.view(-1), x.dt_bias.view(H, D)
+
+        def call() -> tuple[Tensor, Tensor]:
+            fwd(
+                *x.args, scale, out, workspace, A_log, dt_bias, x.lower_bound, initial, final,
+                x.cu_seqlens, None, None,
+            )  # fmt: skip
+            return out, final
+
+        return call
+
+
+class Fla:
+    """fla's chunk_kda, with gate, l2norm and the sigmoid of beta in its kernels."""
+
+    name = "fla"
+
+    def activate(self) -> None:
+        pass
+
+    @property
+    def version(self) -> str:
+        for package in ("fla-core", "flash-linear-attention"):
+            try:
+                return f"{package} {metadata.version(package)}"
+            except metadata.PackageNotFoundError:
+                continue
+        return str(getattr(importlib.import_module("fla"), "__version__", ""))
+
+    def why_not(self) -> str | None:
+        """Why it cannot run here; None if it can."""
+        try:
+            importlib.import_module("fla.ops.kda")
+        except ImportError as error:
+            return f"fla.ops.kda does not import: {error}"
+        return None
+
+    def bind(self, inputs: Inputs) -> Call:
+        chunk_kda = importlib.import_module("fla.ops.kda").chunk_kda
+        x = inputs
+        cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens.long()
+        lengths = None if cu_seqlens is None else cu_seqlens.cpu()
+        dt_bias = x.dt_bias.flatten()
+
+        @torch.inference_mode()
+        def call() -> tuple[Tensor, Tensor]:
+            out, final = chunk_kda(
+                *x.args,
+                scale=x.scale,
+                initial_state=x.initial_state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True,
+                safe_gate=True,
+                lower_bound=x.lower_bound,
+                state_v_first=True,
+                cu_seqlens=cu_seqlens,
+                cu_seqlens_cpu=lengths,
+                A_log=x.A_log,
+                dt_bias=dt_bias,
+            )
+            return out, final
+
+        return call
+
+
+Peer = FlashKDA | Fla
+#: What `--peer` takes.
+PEERS = ("flashkda", "fla")
+
+
+def find_peers(asked: list[str] | None, library: Path | None = None) -> list[Peer]:
+    """The peers to measure against: those asked for, which must run, else FlashKDA if it is here.
+
+    library: FlashKDA's; None: where the environment says.
+    """
+    known: dict[str, Peer] = {"flashkda": FlashKDA(library), "fla": Fla()}
+    if asked is None:
+        return [known["flashkda"]] if known["flashkda"].why_not() is None else []
+    for name in asked:
+        if reason := known[name].why_not():
+            raise InputError(f"peer: expected one that runs here, got {name!r}: {reason}.")
+    return [known[name] for name in asked]

@@ -1,0 +1,175 @@
+"""A run as a table for the terminal, as markdown, as json.
+
+A run is the json object that `docs/generate.py` reads. At its head gpu, date, commit, conditions;
+device, versions, sources (digests), command, copy_tb_per_s. Then
+
+    rows      one per case: case, lengths, heads, floor_us; then `failed`, why it has no time, or
+              us, p10_us, p90_us, of_peak (floor / us), tb_per_s (floor bytes over the time),
+              max_error (worst block against float64), flashkda_us, vs_flashkda, ...; `notes`, who
+              else was wrong; and per subject `timings`: us, p10, p90, runs, graph_us, host_us,
+              call_us, kernels {name: us}, and for ours backend, schedule, target, max_error, vs_...
+    accuracy  one per input: case, about, rounding (relative RMS of the exact output in bf16), and
+              per subject `errors`: out, state (relative RMS), worst_out, worst_state (worst block)
+    summary   of vs_flashkda, ...: geomean, least
+
+us, p10_us, p90_us and what follows from them are those of the first subject.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from math import exp, fsum, log
+from pathlib import Path
+from typing import Any
+
+Run = dict[str, Any]
+
+
+def _us(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:.1f}"
+
+
+def _ratio(x: float) -> str:
+    return f"{x:.2f}x"
+
+
+# key of a row -> (heading, how a value is written)
+_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "us": ("us", _us),
+    "p10_us": ("p10", _us),
+    "p90_us": ("p90", _us),
+    "floor_us": ("floor us", _us),
+    "of_peak": ("of peak", lambda x: f"{100 * x:.0f} %"),
+    "tb_per_s": ("TB/s", lambda x: f"{x:.2f}"),
+    "flashkda_us": ("FlashKDA us", _us),
+    "vs_flashkda": ("vs FlashKDA", _ratio),
+    "fla_us": ("fla us", _us),
+    "vs_fla": ("vs fla", _ratio),
+    "max_error": ("max error", lambda x: f"{x:.1e}"),
+}
+_HOST_KEYS = ("us", "graph_us", "host_us", "call_us")
+
+
+def speed_table(run: Run) -> list[list[str]]:
+    """Headings, then a row per case; a column that no row has is left out."""
+    rows = run["rows"]
+    keys = [key for key in _COLUMNS if any(key in row for row in rows)]
+    cells = [
+        [row["case"], *(_COLUMNS[key][1](row[key]) if key in row else "" for key in keys)]
+        for row in rows
+    ]
+    return [["case", *(_COLUMNS[key][0] for key in keys)], *cells]
+
+
+def host_table(run: Run) -> list[list[str]]:
+    """What a case costs beside its kernels, per subject: replayed, host, back to back; kernels."""
+    lines = [["case", "subject", "us", "graph us", "host us", "call us", "kernels"]]
+    for row in run["rows"]:
+        for name, found in row.get("timings", {}).items():
+            shown = [_us(found[key]) if key in found else "" for key in _HOST_KEYS]
+            kernels = " ".join(f"{kernel} {_us(us)}" for kernel, us in found["kernels"].items())
+            lines.append([row["case"], name, *shown, kernels])
+    return lines
+
+
+def accuracy_table(run: Run) -> list[list[str]]:
+    """Headings, then a row per input: each subject's relative RMS error of out and of state."""
+    rows = run["accuracy"]
+    names = list(dict.fromkeys(name for row in rows for name in row["errors"]))
+    lines = [["input", *(f"{name} out / state" for name in names), "rounding"]]
+    for row in rows:
+        found = [row["errors"].get(name) for name in names]
+        shown = [f"{e['out']:.4f} / {e['state']:.4f}" if e else "" for e in found]
+        lines.append([row["about"], *shown, f"{row['rounding']:.4f}"])
+    return lines
+
+
+def headline(run: Run) -> str:
+    """What every number of the run shares, in one line."""
+    versions = run["versions"]
+    nvrtc, torch = versions.get("nvrtc", "?"), versions.get("torch", "?")
+    return (
+        f"{run['gpu']}, driver {run['device']['driver'] or '?'}, NVRTC {nvrtc}, torch {torch}, "
+        f"{run['conditions']}, copy {run['copy_tb_per_s']:.2f} TB/s, commit {run['commit']}, "
+        f"{run['date']}"
+    )
+
+
+def text(run: Run) -> str:
+    """The run for a terminal."""
+    parts = [headline(run)]
+    if run["rows"]:
+        parts += [_aligned(speed_table(run)), _aligned(host_table(run), left=(0, 1, 6))]
+        parts += [f"{row['case']}: {row['failed']}" for row in run["rows"] if "failed" in row]
+        parts += [
+            f"{row['case']}: {reason}" for row in run["rows"] for reason in row.get("notes", ())
+        ]
+    for name, found in run["summary"].items():
+        parts.append(f"{name}: geomean {found['geomean']:.2f}x, least {found['least']:.2f}x")
+    if run["accuracy"]:
+        parts.append(_aligned(accuracy_table(run)))
+    return "\n\n".join(parts)
+
+
+def markdown(run: Run) -> str:
+    """The run's tables for a page or a pull request."""
+    tables = [speed_table(run)] if run["rows"] else []
+    tables += [accuracy_table(run)] if run["accuracy"] else []
+    return "\n\n".join([headline(run) + ":", *map(_markdown, tables)])
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Geometric mean and least of every ratio to a peer, over the rows that have it."""
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith("vs_"))
+    found = {}
+    for key in keys:
+        ratios = [row[key] for row in rows if key in row]
+        mean = exp(fsum(map(log, ratios)) / len(ratios))
+        found[key] = {"geomean": mean, "least": min(ratios), "cases": len(ratios)}
+    return found
+
+
+def save(run: Run, path: Path) -> None:
+    """As json with one line a row, so that a diff shows which rows changed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for key, value in _rounded(run).items():
+        if key in ("rows", "accuracy"):
+            lines = ",\n".join(f"  {json.dumps(row)}" for row in value)
+            parts.append(f' "{key}": [\n{lines}\n ]')
+        else:
+            parts.append(f' "{key}": {json.dumps(value)}')
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def standard_path(run: Run, suites: Sequence[str], folder: Path) -> Path:
+    """<folder>/<gpu>-<date>-<suite>.json"""
+    gpu = "".join(c if c.isalnum() else "-" for c in run["gpu"].lower())
+    return folder / f"{gpu}-{run['date']}-{'-'.join(suites)}.json"
+
+
+def _rounded(x: Any) -> Any:
+    """Floats to five digits: more is noise, and makes a diff unreadable."""
+    if isinstance(x, float):
+        return float(f"{x:.5g}")
+    if isinstance(x, dict):
+        return {key: _rounded(value) for key, value in x.items()}
+    return [_rounded(value) for value in x] if isinstance(x, list | tuple) else x
+
+
+def _aligned(lines: list[list[str]], left: Sequence[int] = (0,)) -> str:
+    """Columns under each other; numbers end together, the columns `left` start together."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, "|---|" + "---:|" * (len(lines[0]) - 1), *body])
