@@ -50,8 +50,13 @@ KERNELS_SRC = Setting(
     "the package's own",
     "Folder to take the CUDA sources from, laid out like kernels_src.",
 )
+FLASHKDA_SO = Setting(
+    "KDA_JIT_FLASHKDA_SO",
+    "none",
+    "Shared library of FlashKDA (_flashkda_C.abi3.so) for benchmarks to measure against.",
+)
 
-SETTINGS: tuple[Setting, ...] = (BACKEND, CACHE_DIR, ARCH, SCHEDULE, KERNELS_SRC)
+SETTINGS: tuple[Setting, ...] = (BACKEND, CACHE_DIR, ARCH, SCHEDULE, KERNELS_SRC, FLASHKDA_SO)
 """The whole table, in the order of docs/environment.md."""
 
 
@@ -85,4 +90,10 @@ def schedule() -> str:
 def kernels_src() -> Path | None:
     """Folder of CUDA sources that replaces the package's own, or None."""
     asked = KERNELS_SRC.read()
+    return Path(asked).expanduser() if asked else None
+
+
+def flashkda_so() -> Path | None:
+    """FlashKDA's shared library, or None."""
+    asked = FLASHKDA_SO.read()
     return Path(asked).expanduser() if asked else None

@@ -15,6 +15,7 @@ ACCESSORS: dict[str, tuple[Callable[[], object], object]] = {
     "KDA_JIT_ARCH": (settings.arch, None),
     "KDA_JIT_SCHEDULE": (settings.schedule, "auto"),
     "KDA_JIT_KERNELS_SRC": (settings.kernels_src, None),
+    "KDA_JIT_FLASHKDA_SO": (settings.flashkda_so, None),
 }
 
 

@@ -124,10 +124,11 @@ class CudaBackend:
         stream = torch._C._cuda_getCurrentRawStream(device_index)
         if workspace is None:
             workspace = default_workspace(p.device, stream)
-        schedule, plan = _choose(
-            settings.schedule(), device_index, p.B * p.T, p.N, p.HV, p.checkpoint_state is not None
-        )
         target = _target(settings.arch(), device_index)
+        checkpoints = p.checkpoint_state is not None
+        schedule, plan = _choose(
+            settings.schedule(), target, device_index, p.B * p.T, p.N, p.HV, checkpoints
+        )
         first, second = _kernels(schedule, target, device_index)
         a, b = schedule.launches
         if plan is not None:
@@ -178,11 +179,12 @@ def _spec(schedule: Schedule, target: str) -> KernelSpec:
 
 @lru_cache(maxsize=4096)
 def _choose(
-    asked: str, device_index: int, tokens: int, N: int, HV: int, checkpoints: bool
+    asked: str, target: str, device_index: int, tokens: int, N: int, HV: int, checkpoints: bool
 ) -> tuple[Schedule, PipelinePlan | None]:
     """The schedule that the environment asks for by name, else the best one for the sizes."""
     if asked == "auto":
-        asked = PORTABLE.name
+        major = arch_named(target).cc[0]
+        asked = HOPPER.name if major in HOPPER.capabilities else PORTABLE.name
     if asked not in SCHEDULES:
         raise InputError(
             f"{settings.SCHEDULE.name}: expected auto, {', '.join(SCHEDULES)}, got {asked!r}."

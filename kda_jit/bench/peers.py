@@ -16,17 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kda_jit import settings
 from kda_jit.errors import InputError
-from kda_jit.settings import Setting
 from kda_jit.testing import Inputs
 
 from .subject import Call
-
-FLASHKDA_SO = Setting(
-    "KDA_JIT_FLASHKDA_SO",
-    "none",
-    "Shared library of FlashKDA (_flashkda_C.abi3.so) for benchmarks to measure against.",
-)
 
 
 class FlashKDA:
@@ -36,8 +30,7 @@ class FlashKDA:
 
     def __init__(self, path: Path | None = None) -> None:
         """path: of the library; None: where the environment says."""
-        named = path or (Path(asked) if (asked := FLASHKDA_SO.read()) else None)
-        self.path = named.expanduser() if named else None
+        self.path = path.expanduser() if path else settings.flashkda_so()
 
     def activate(self) -> None:
         pass
@@ -49,7 +42,7 @@ class FlashKDA:
     def why_not(self) -> str | None:
         """Why it cannot run here; None if it can."""
         if self.path is None:
-            return f"{FLASHKDA_SO.name} is not set"
+            return f"{settings.FLASHKDA_SO.name} is not set"
         if not self.path.is_file():
             return f"there is no {self.path}"
         try:

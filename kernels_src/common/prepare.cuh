@@ -47,22 +47,18 @@ constexpr float kTruncation = 1.0f + 2 * 0.72f * 0x1p-11f;
 
 // Fragments that one warp leaves for the other (or for itself), lane by lane, in the place of what it has used up. Each is
 // 16 bytes a lane for 16 channels; group m has two.
-KDA_DEVICE Quad32* k_end_fragment(PrepareSmem& smem, int m, int half, int lane) {  // f16 B: k exp(G_end - G), block 0
-    const int at = 32 * half + lane;
-    return reinterpret_cast<Quad32*>(smem.q + work_offset(at / 4, 4 * m + at % 4));
+KDA_DEVICE Quad32* k_end_fragment(PrepareSmem& smem, int m, int step, int lane) {  // f16 B: k exp(G_end - G), block 0
+    return reinterpret_cast<Quad32*>(smem.q + work_offset(lane / 4, 4 * m + lane % 4) + step * 8 * kRowBytes);
 }
-KDA_DEVICE Quad32* q_local_fragment(PrepareSmem& smem, int m, int half, int lane) {  // f16 A: q exp(G), block 1
-    const int at = 32 * half + lane;
-    return reinterpret_cast<Quad32*>(smem.q + work_offset(kBlock + at / 4, 4 * m + at % 4));
+KDA_DEVICE Quad32* q_local_fragment(PrepareSmem& smem, int m, int step, int lane) {  // f16 A: q exp(G), block 1
+    return k_end_fragment(smem, m, step, lane) + kBlock * kRowBytes / sizeof(Quad32);
 }
-KDA_DEVICE Quad32* k_local_fragment(PrepareSmem& smem, int m, int half, int lane) {  // f16 A: k exp(G), block 1
-    const int at = 32 * half + lane;
-    return reinterpret_cast<Quad32*>(&smem.G[kBlock + at / 8][32 * m + 4 * (at % 8)]);
+KDA_DEVICE Quad32* k_local_fragment(PrepareSmem& smem, int m, int step, int lane) {  // f16 A: k exp(G), block 1
+    return reinterpret_cast<Quad32*>(&smem.G[kBlock + 4 * step + lane / 8][32 * m + 4 * (lane % 8)]);
 }
 // Half 1's share of the scores of its block, for half 0 to add, in the rest of its own gates: tiles A[0], A[1], M[0], M[1].
 KDA_DEVICE Float4* partial_scores(PrepareSmem& smem, int block, int tile, int lane) {
-    const int at = 64 + 32 * (tile & 1) + lane;
-    return reinterpret_cast<Float4*>(&smem.G[kBlock * block + at / 8][32 * (2 + tile / 2) + 4 * (at % 8)]);
+    return reinterpret_cast<Float4*>(&smem.G[kBlock * block + 8 + 4 * (tile & 1) + lane / 8][32 * (2 + tile / 2) + 4 * (lane % 8)]);
 }
 // Over block 0's gates, once the scores are done: column j of A [block][j][i], for the substitution; and T, f16 [32 x 32], rows
 // 80 bytes apart, which is conflict-free for ldmatrix.
@@ -165,15 +161,15 @@ KDA_DEVICE void prefetch_inputs(const ChunkInputs& in) {
     }
 }
 
-// Warp (block, half)'s share of a chunk of value head `hv`. `barrier()` joins the four warps, who call it equally often;
+// Warp (block, half)'s share of a chunk of value head `hv`, whose image goes to `place()`, which is asked when it is needed: a
+// pointer held from the start costs registers. `barrier()` joins the four warps, who call it equally often;
 // `wait_for_place()` returns when the image may be written, and is called by warp (0, 0) as late as can be; `meanwhile()` is
 // called by warp (1, 0), which else would wait for warp (0, 0) to solve.
-template <int block, typename Barrier, typename Wait, typename Meanwhile>
-KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv, u8* image, PrepareSmem& smem, int half,
+template <int block, typename Place, typename Barrier, typename Wait, typename Meanwhile>
+KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv, Place place, PrepareSmem& smem, int half,
                               Barrier barrier, Wait wait_for_place, Meanwhile meanwhile) {
-    int lane = threadIdx.x & 31;
-    asm volatile("" : "+r"(lane));  // else a caller's loop keeps all that follows from it in registers
-    const int gid = lane >> 2, tid = lane & 3;
+    // Opaque: else a caller's loop keeps all that follows from it in registers.
+    const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
     constexpr int row0 = block * kBlock;
     // Offsets of this lane's own piece in row gid of group 2 half, in the image and in shared memory; that of group 2 half + 1
     // is at ^ 64: the swizzle is an XOR.
@@ -253,6 +249,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
     measure_rows(smem.squares[half][1], smem.q, row0 + gid, half, work_piece);
     if (block == 0 && half == 0) wait_for_place();
     barrier();  // G, the decays, the squares and beta are in place
+    u8* image = place();
 
     constexpr float k_scale = block ? kKeyScale / kBlock0Scale : kKeyScale, q_scale = block ? kQueryScale / kBlock0Scale : kQueryScale;
     const float k_norm[2] = {inverse_norm(smem, 0, row0 + gid, k_scale), inverse_norm(smem, 0, row0 + gid + 8, k_scale)};
@@ -260,26 +257,20 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
 
     // intra: scores within the block, and the chunk-level operands on the way.
     float A[2][4] = {}, M[2][4] = {};  // C tiles: columns 0..7 and 8..15 of the block, times the scales
-    int shared_piece[4];               // the four pieces that this lane shares with its quad
-#pragma unroll
-    for (int j = 0; j < 4; ++j) shared_piece[j] = work_offset(row0 + gid, 8 * half + j) + 4 * tid;
+    const int shared_piece = work_offset(row0 + gid, 8 * half) + 4 * tid;  // pieces j that this lane shares with its quad: ^ 16 j
 #pragma unroll 1  // unrolled, it needs more registers and gains nothing
     for (int odd = 0; odd < 2; ++odd) {
         const int m = 2 * half + odd, channel = 32 * m + 8 * tid;
         const u8 *k_piece = smem.k + (work_piece ^ (odd << 6)), *q_piece = smem.q + (work_piece ^ (odd << 6));
         const Quad32 k_raw[2] = {load_quad(k_piece), load_quad(k_piece + 8 * kRowBytes)};
         const Quad32 q_raw[2] = {load_quad(q_piece), load_quad(q_piece + 8 * kRowBytes)};
-        float own_decay[8];
-        *reinterpret_cast<Float4*>(own_decay) = *reinterpret_cast<const Float4*>(&smem.own_decay[block][channel]);
-        *reinterpret_cast<Float4*>(own_decay + 4) = *reinterpret_cast<const Float4*>(&smem.own_decay[block][channel + 4]);
-        const Quad32 other = load_quad(&smem.other_decay[block][channel / 2]);
-        const u32 other_decay[4] = {other.x, other.y, other.z, other.w};
         __syncwarp();  // the warp has read group m of k and q, whose places are about to be reused
 
         u32 k_f16[2][4], q_f16[2][4], k_end[2][4];  // pairs of channels, by row
 #pragma unroll
         for (int four = 0; four < 2; ++four) {
-            float G[2][4];
+            float G[2][4], own_decay[4];
+            *reinterpret_cast<Float4*>(own_decay) = *reinterpret_cast<const Float4*>(&smem.own_decay[block][channel + 4 * four]);
 #pragma unroll
             for (int r = 0; r < 2; ++r)
                 *reinterpret_cast<Float4*>(G[r]) = *reinterpret_cast<const Float4*>(&smem.G[row0 + gid + 8 * r][channel + 4 * four]);
@@ -301,7 +292,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
                         kd[r][b] = k * decay;
                         qd[r][b] = q * decay;
                         grown[r][b] = k * exp2_approx(-G[r][2 * i + b]);
-                        end[b] = grown[r][b] * own_decay[2 * j + b];
+                        end[b] = grown[r][b] * own_decay[2 * i + b];
                     }
                     k_f16[r][j] = pack_f16(kd[r][0], kd[r][1]);
                     q_f16[r][j] = pack_f16(qd[r][0], qd[r][1]);
@@ -314,6 +305,8 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
                 }
             }
         }
+        const Quad32 other = load_quad(&smem.other_decay[block][channel / 2]);
+        const u32 other_decay[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             u32 k_image[4], q_image[4];
@@ -322,7 +315,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
                 k_image[j] = block ? mul_f16x2(k_f16[r][j], other_decay[j]) : k_f16[r][j];
                 q_image[j] = block ? mul_f16x2(q_f16[r][j], other_decay[j]) : q_f16[r][j];
                 const u32 restored = block ? k_end[r][j] : mul_f16x2(k_end[r][j], other_decay[j]);
-                *reinterpret_cast<u32*>(smem.k + (shared_piece[j] ^ (odd << 6)) + 8 * r * kRowBytes) = restored;
+                *reinterpret_cast<u32*>(smem.k + (shared_piece ^ (odd << 6) ^ (j << 4)) + 8 * r * kRowBytes) = restored;
             }
             const int piece = own_piece ^ (odd << 6);
             store_quad(image + kKDecayed + piece + 8 * r * kRowBytes, Quad32{k_image[0], k_image[1], k_image[2], k_image[3]});
@@ -355,8 +348,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
     barrier();  // k_restored, the fragments and half 1's scores are in place
 
     // Half 0 completes the scores of its block. Half 1 takes block 1's with block 0's keys: L (k) in warp (0, 1), M_10 (q) in (1, 1).
-    float cross[2][4] = {};
-    u32 m_own[4] = {};
+    u32 m_own[4] = {}, crossed[4] = {};  // f16 A fragments
     if (half == 0) {
         // Causality (what lies above the diagonal may have overflowed: select, never multiply), and beta on the rows of A.
         constexpr float A_scale = kTruncation / (k_scale * k_scale);
@@ -377,6 +369,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
         }
         if (block == 1) smem.m_own[lane] = Quad32{m_own[0], m_own[1], m_own[2], m_own[3]};
     } else {
+        float cross[2][4] = {};
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
             const Quad32 b = *k_end_fragment(smem, s / 2, s & 1, lane);
@@ -384,6 +377,11 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
             const u32 a[4] = {x.x, x.y, x.z, x.w};
             mma_f16(cross[0], a, b.x, b.y);
             mma_f16(cross[1], a, b.z, b.w);
+        }
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            crossed[2 * n] = pack_f16(cross[n][0], cross[n][1]);
+            crossed[2 * n + 1] = pack_f16(cross[n][2], cross[n][3]);
         }
     }
     const int shift = beta_shift(warp_max_positive(smem.beta[lane]));
@@ -416,8 +414,6 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
 
     // Row of T (or k_restored) whose address this lane gives to ldmatrix.x4: tiles (0, 0), (8, 0), (0, 8), (8, 8).
     const int tile_row = (lane & 7) + 8 * ((lane >> 3) & 1), tile_column = 8 * (lane >> 4);
-    const u32 crossed[4] = {pack_f16(cross[0][0], cross[0][1]), pack_f16(cross[0][2], cross[0][3]),
-                            pack_f16(cross[1][0], cross[1][1]), pack_f16(cross[1][2], cross[1][3])};
     if (block == 0 && half == 1) {
         // T_10 = -T_11 L T_00, where T_11's beta stands for that of A_10 = diag(beta) L.
         u32 t00[4], t11[4];
@@ -438,6 +434,8 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
     }
     barrier();  // T is in place
 
+    const int wy_half = opaque(threadIdx.x) >> 5 & 1;  // `half` again: it is not worth a register until here
+
     // wy: rows of this block, channels of this half. T^T is upper triangular: block 0 of A_k takes keys of both blocks, block 1
     // only its own.
     u32 t_upper[4] = {}, t_own[4];  // A fragments of T^T
@@ -452,7 +450,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
         float ak[4][4] = {};
 #pragma unroll
         for (int jj = 0; jj < 4; jj += 2) {
-            const int piece = 8 * half + 4 * odd + jj + (lane >> 4);
+            const int piece = 8 * wy_half + 4 * odd + jj + (lane >> 4);
             u32 b[4];
             ldmatrix_x4_trans(b, shared_address(smem.k + work_offset(row0 + tile_row, piece)));
             mma_f16(ak[jj], t_own, b[0], b[1]);
@@ -472,7 +470,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
     }
     // A_q = M T by blocks: (0, 0) and (1, 1) by half 0; (1, 0) by warp (1, 1), who has M_10; (0, 1), zero, by warp (0, 1).
     float aq[2][4] = {};
-    if (half == 0) {
+    if (wy_half == 0) {
         u32 b[4];
         ldmatrix_x4_trans(b, shared_address(t_element(smem, row0 + tile_row, row0 + tile_column)));
         mma_f16(aq[0], m_own, b[0], b[1]);
@@ -489,7 +487,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
         mma_f16(aq[1], crossed, b[2], b[3]);
     }
     const float aq_scale = kQueryScale * kWriteScale / kMScale * exp2_int(-shift);
-    const int aq_column = half == 0 ? 2 * block : 2 * (1 - block);  // in pieces
+    const int aq_column = wy_half == 0 ? 2 * block : 2 * (1 - block);  // in pieces
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -497,9 +495,9 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
             *reinterpret_cast<u32*>(image + kAq + aq_offset(row0 + gid + 8 * r, aq_column + n) + 4 * tid) =
                 pack_f16(aq[n][2 * r] * aq_scale, aq[n][2 * r + 1] * aq_scale);
     }
-    const int c = 64 * half + 32 * block + lane;
+    const int c = 64 * wy_half + 32 * block + lane;
     *reinterpret_cast<float*>(image + kDecay + 4 * c) = kBlock0Scale * smem.own_decay[0][c] * smem.own_decay[1][c];
-    if (block == 0 && half == 0 && lane == 0) {
+    if (block == 0 && wy_half == 0 && lane == 0) {
         *reinterpret_cast<float*>(image + kShift) = exp2_int(shift);
         *reinterpret_cast<i32*>(image + kShift + 4) = shift;
     }

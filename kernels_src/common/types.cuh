@@ -66,4 +66,10 @@ KDA_DEVICE u16 load_half_streaming(const void* p) {
     return v;
 }
 
+// The same number, but the compiler cannot know: what follows from it is computed where it stands, not kept from earlier.
+KDA_DEVICE u32 opaque(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 KDA_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }

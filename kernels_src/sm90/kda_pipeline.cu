@@ -41,6 +41,7 @@ KDA_DEVICE u32 load_acquire(const u32* p) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
+KDA_DEVICE void store_relaxed(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 KDA_DEVICE void store_release(u32* p, u32 v) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
 // A group of sequences: those that begin within its share of the tokens.
@@ -181,15 +182,16 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
     barrier();
     for (int turn = 0; smem.jobs[quad][turn].exists; turn ^= 1) {
         const Job& job = smem.jobs[quad][turn];
+        const auto place = [&] { return job.image; };
         const auto wait_for_place = [&] {
             while (static_cast<i32>(load_acquire(job.consumed)) < job.needed) __nanosleep(32);
             while (static_cast<i32>(load_acquire(job.consumed + 1)) < job.needed) __nanosleep(32);
         };
         const auto meanwhile = [&] { find_job(args, smem, quad, turn ^ 1); };
         if (role < 2)
-            prepare_block<0>(args.kda, job.in, job.hv, job.image, smem.prepare[quad], role, barrier, wait_for_place, [] {});
+            prepare_block<0>(args.kda, job.in, job.hv, place, smem.prepare[quad], role, barrier, wait_for_place, [] {});
         else
-            prepare_block<1>(args.kda, job.in, job.hv, job.image, smem.prepare[quad], role - 2, barrier, [] {}, meanwhile);
+            prepare_block<1>(args.kda, job.in, job.hv, place, smem.prepare[quad], role - 2, barrier, [] {}, meanwhile);
         barrier();  // the image is written, the next job is known, and this quad's shared memory is free
         if (threadIdx.x % 128 == 0) store_release(job.ready, job.number + 1);
     }
@@ -219,7 +221,9 @@ struct RingSource {
     }
     KDA_DEVICE void consumed(int c) const { skip_to(base + c + 1); }
     KDA_DEVICE void skip_to(int number) const {
-        if ((threadIdx.x & 31) == 0) store_release(taken, number);
+        // Relaxed: what was read from the ring is in shared memory by now, and nothing that was written is handed over. A
+        // release would wait for the output's stores.
+        if ((threadIdx.x & 31) == 0) store_relaxed(taken, number);
     }
 };
 

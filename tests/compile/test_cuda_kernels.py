@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kda_jit import settings, workspace
-from kda_jit.backends import cuda
+from kda_jit.backends import cuda, pipeline
 from kda_jit.backends.cuda import SCHEDULES, Schedule, compile_specs
 from kda_jit.contract import make_problem
 from kda_jit.contract.checks import CHECKPOINT_GRANULE
@@ -34,8 +34,12 @@ REGISTERS, GRANULE = 65536, 256
 RESIDENT = {"kda_prepare": 4, "kda_recurrence": 2}
 #: What the system keeps of shared memory, per block.
 SYSTEM_SMEM = 1024
-#: The struct that a kernel lays over its dynamic shared memory.
-SMEM_OF = {"kda_prepare": "PrepareSmem", "kda_recurrence": "RecurrenceSmem"}
+#: How the sources say what dynamic shared memory a kernel uses; others use none.
+SMEM_OF = {
+    "kda_prepare": "sizeof(PrepareSmem)",
+    "kda_recurrence": "sizeof(RecurrenceSmem)",
+    "kda_pipeline": "kPipelineSmem",
+}
 
 #: struct KdaArgs, in order.
 FIELDS = (
@@ -211,10 +215,10 @@ def offsets() -> dict[str, int]:
 
 def test_fields_of_the_argument_are_where_python_packs_them() -> None:
     places = offsets()
-    assert cuda._ARGS.size == cuda._ARGS_BYTES
+    assert cuda._ARGS.size == cuda.ARGS_BYTES
     check_by_compiler(
         '#include "common/kda_args.cuh"',
-        f"sizeof(KdaArgs) == {cuda._ARGS_BYTES}",
+        f"sizeof(KdaArgs) == {cuda.ARGS_BYTES}",
         # NVRTC has no offsetof; this is what its front end makes of one.
         *(f"__INTADDR__(&((KdaArgs*)0)->{name}) == {at}" for name, at in places.items()),
         f"kCuSeqlens64 == {cuda._CU_SEQLENS_64}",
@@ -295,7 +299,7 @@ def test_packed_argument_of_a_pool() -> None:
 
 
 def unpacked(problem: Any, workspace_address: int, slots: int) -> dict[str, Any]:
-    buffer = create_string_buffer(cuda._ARGS_BYTES)
+    buffer = create_string_buffer(cuda.ARGS_BYTES)
     cuda._pack(buffer, problem, workspace_address, slots)
     return dict(zip(FIELDS, cuda._ARGS.unpack_from(buffer)))
 
@@ -305,11 +309,55 @@ def test_launches_ask_for_the_shared_memory_that_the_kernels_use(schedule: Sched
     target = next(t for t in TARGETS if arch_named(t).cc[0] in schedule.capabilities)
     skip_unless_known(target)
     facts = [
-        f'static_assert(sizeof({SMEM_OF[launch.entry]}) == {launch.smem}, "{launch.entry}");'
+        f'static_assert({SMEM_OF[launch.entry]} == {launch.smem}, "{launch.entry}");'
         for launch in schedule.launches
         if launch.entry in SMEM_OF
     ]
-    assert facts, "no kernel here whose struct is known"
+    assert all(launch.smem == 0 for launch in schedule.launches if launch.entry not in SMEM_OF)
+    assert facts
     text = f'#include "{schedule.file}"\n' + "\n".join(facts)
     folder = schedule.file.rpartition("/")[0]
     compile_source(text, name=f"{folder}/facts.cu", target=target)
+
+
+def test_pipeline_divides_as_its_kernel_does() -> None:
+    skip_unless_known("sm_90a")
+    names = ("flags", "groups", "heads_beside", "ring", "consumers", "chains_per_cta", "reserved")
+    assert pipeline.PipelinePlan._fields == names[1:-1]
+    facts = [
+        f"sizeof(PipelineArgs) == {cuda.PIPELINE_ARGS_BYTES}",
+        f"kChains == {pipeline.MAX_CHAINS_PER_SM}",
+        f"kMaxGroups == {pipeline.MAX_GROUPS}",
+        f"4 * kLineWords == {pipeline._LINE_BYTES}",
+    ]
+    at = cuda.ARGS_BYTES
+    for name, code in zip(names, "P" + 6 * "i"):
+        facts.append(f"__INTADDR__(&((PipelineArgs*)0)->{name}) == {at}")
+        at += struct.calcsize(code)
+    assert at == cuda.PIPELINE_ARGS_BYTES
+    asserts = "\n".join(f'static_assert({fact}, "");' for fact in facts)
+    text = f'#include "{SCHEDULES["pipeline"].file}"\n{asserts}'
+    compile_source(text, name="sm90/facts.cu", target="sm_90a")
+
+
+@pytest.mark.parametrize("sm_count", [16, 78, 114, 132, 144])
+def test_pipeline_stays_within_what_a_workspace_plans(sm_count: int) -> None:
+    plans = 0
+    for HV in (1, 2, 3, 6, 12, 16, 24, 32, 48, 64, 96, 128):
+        for N in (1, 2, 3, 7, 8, 33, 64, 65, 500):
+            for tokens in (1, 31, 64, 128, 130, 1000, 4096, 65536, 1_000_000):
+                plan = pipeline.plan_pipeline(tokens, N, HV, sm_count)
+                if plan is None:
+                    continue
+                plans += 1
+                specs = workspace.workspace_specs(tokens, N, HV, 128, checkpoints=False)
+                assert plan.ring_bytes <= specs["prefill_stages"].nbytes, (tokens, N, HV, plan)
+                assert plan.flag_bytes <= specs["pipeline_flags"].nbytes, (tokens, N, HV, plan)
+                assert 1 <= plan.groups <= min(N, pipeline.MAX_GROUPS)
+                assert 1 <= plan.chains_per_cta <= pipeline.MAX_CHAINS_PER_SM
+                assert plan.ring & (plan.ring - 1) == 0
+                assert 1 <= plan.heads_beside <= HV
+                # Every chain has a consumer, and there are producers left.
+                assert plan.consumers * plan.chains_per_cta >= 2 * plan.lanes
+                assert plan.consumers < sm_count
+    assert plans

@@ -8,8 +8,12 @@ Both are a `Way`, which asserts after each call that what was asked for is what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +23,13 @@ from torch import Tensor
 import kda_jit
 from kda_jit import settings
 from kda_jit.backends.cuda import SCHEDULES
+from kda_jit.backends.pipeline import plan_pipeline
 from kda_jit.reference import RecurrentResult
 from kda_jit.testing import Case, Inputs, Limit, assert_close
 from kda_jit.testing.runner import Runner, why_not
 from kda_jit.workspace import Spec, Workspace, workspace_specs
 
+REPO = Path(__file__).resolve().parents[2]
 REDZONE = 4096
 _CUDA = torch.device("cuda")
 
@@ -63,14 +69,24 @@ class Way:
         """(out, final_state). `buffers`: further arguments; they win over those of `x`."""
         arguments = x.kwargs | buffers
         result = kda_jit.prefill(*x.args, **arguments, backend=self.backend)
-        self.check_launch(empty=not (x.q.shape[1] and result[1].shape[0]))
-        return result
-
-    def check_launch(self, *, empty: bool = False) -> None:
         launch = kda_jit.last_launch()
         assert launch is not None
-        ran = launch.backend, launch.schedule
-        assert ran == (self.backend, self.schedule) or (empty and ran == ("none", None)), launch
+        ends = arguments["cu_seqlens"]
+        N = x.q.shape[0] if ends is None else ends.shape[0] - 1
+        tokens = x.q.shape[0] * x.q.shape[1]
+        if launch.backend == "none":
+            assert not tokens or not N
+        else:
+            wanted = self.backend, self.schedule_for(tokens, N, x.v.shape[2])
+            assert (launch.backend, launch.schedule) == wanted, launch
+        return result
+
+    def schedule_for(self, tokens: int, N: int, HV: int) -> str | None:
+        """What must run: a pipeline leaves calls with too little to divide to another schedule."""
+        if self.schedule is None or not SCHEDULES[self.schedule].pipelined:
+            return self.schedule
+        sm_count = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return self.schedule if plan_pipeline(tokens, N, HV, sm_count) else "hopper"
 
     def exact(self, case: Case) -> tuple[Inputs, RecurrentResult]:
         """The case's tensors and the float64 recurrence over them; shared, so not to be written."""
@@ -154,3 +170,40 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
 @pytest.fixture(params=list(SCHEDULES))
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
     return _way(request.param, monkeypatch)
+
+
+@pytest.fixture
+def python() -> Callable[..., str]:
+    """Runs a script in a fresh process, which must end well, and returns what it prints.
+
+    Keyword arguments go to its environment, on top of this process's own.
+    """
+
+    def run(script: str, *, timeout: float = 120.0, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=REPO,
+            env=os.environ | {"PYTHONPATH": str(REPO)} | environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _faults_show_where_they_happen(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A kernel's fault is the last test's own, and nothing can run in this process after it."""
+    yield
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                os._exit(1)  # reported as the crash of this test; another worker takes over
+            reason = f"{request.node.nodeid} lost the CUDA context: {str(error).splitlines()[0]}"
+            pytest.exit(reason, returncode=1)

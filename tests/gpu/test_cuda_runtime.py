@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -28,7 +26,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-REPO = Path(__file__).resolve().parents[2]
 ONE_GPU = torch.cuda.device_count() < 2
 NAN = float("nan")
 
@@ -77,21 +74,6 @@ def hog(blocks: int, milliseconds: float) -> None:
     stream = torch.cuda.current_stream().cuda_stream
     args = int(milliseconds * 1e6).to_bytes(8, "little")
     kernel.launch((blocks, 1, 1), 32, kernel.smem_dynamic, stream, args)
-
-
-def python(script: str, **environment: str) -> str:
-    """What a fresh process prints; it must end well."""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=REPO,
-        env=os.environ | {"PYTHONPATH": str(REPO)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 # -- CUDA graphs ---------------------------------------------------------------------------------
@@ -196,7 +178,7 @@ print(kda_jit.last_launch().schedule, words)
 """
 
 
-def test_cold_call_in_a_capture_is_refused_and_warmup_is_enough(cuda: Any) -> None:
+def test_cold_call_in_a_capture_is_refused_and_warmup_is_enough(cuda: Any, python: Any) -> None:
     printed = python(_COLD)
     assert printed.startswith(f"{cuda.schedule} ")
     assert "kda_jit.warmup" in printed
@@ -349,6 +331,38 @@ def test_other_kernels_on_the_multiprocessors_do_not_matter(cuda: Any, share: fl
         assert all(map(torch.equal, results.values(), want))
 
 
+_TOGETHER = """
+import torch, kda_jit
+from kda_jit import jit
+from kda_jit.testing import Case
+inputs = [Case(seed=s, lengths=(2000 + 500 * s, 77), heads=8).tensors("cuda") for s in range(3)]
+want = [kda_jit.prefill(*x.args, **x.kwargs, backend="cuda") for x in inputs]
+launch = kda_jit.last_launch()
+hog = jit.load(jit.compile_source(HOG).spec).kernels["hog"]
+blocks = torch.cuda.get_device_properties(0).multi_processor_count
+streams = [torch.cuda.Stream() for _ in range(4)]
+for _ in range(30):
+    torch.cuda.synchronize()
+    args = (2_000_000).to_bytes(8, "little")
+    hog.launch((blocks, 1, 1), 32, hog.smem_dynamic, streams[3].cuda_stream, args)
+    got = []
+    for x, stream in zip(inputs, streams):
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                got.append(kda_jit.prefill(*x.args, **x.kwargs, backend="cuda"))
+    torch.cuda.synchronize()
+    for i, pair in enumerate(got):
+        assert all(map(torch.equal, pair, want[i // 3]))
+print(launch.schedule)
+"""
+
+
+def test_three_streams_that_start_at_once_on_a_full_gpu(cuda: Any, python: Any) -> None:
+    """Blocks of all three become resident side by side: none may wait for one that cannot start."""
+    printed = python(f"HOG = '''{_HOG}'''" + _TOGETHER, timeout=40)
+    assert printed.strip() == cuda.schedule
+
+
 def test_inputs_may_be_freed_right_after_the_call(way: Any) -> None:
     """On a side stream, whose memory goes to the next allocation there at once."""
     x, _ = way.exact(Case(seed=127, lengths=(200, 33), heads=4))
@@ -425,7 +439,7 @@ assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
 
 @pytest.mark.slow
 def test_forked_processes_use_it_at_the_same_time_as_their_parent(
-    cuda: Any, tmp_path: Path
+    cuda: Any, python: Any, tmp_path: Path
 ) -> None:
     """Importing touches no GPU, so a fork after it is legal. Three first calls meet in a cache."""
     printed = python(_FORK, KDA_JIT_CACHE_DIR=str(tmp_path))
@@ -566,7 +580,7 @@ print(beyond() - before)
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="needs the GPU to itself")
-def test_little_memory_is_taken_beside_the_allocator(cuda: Any) -> None:
+def test_little_memory_is_taken_beside_the_allocator(cuda: Any, python: Any) -> None:
     """Code and a stack; a spilling or recursing kernel takes gigabytes of local memory."""
     taken = int(python(_FOOTPRINT))
     print(f"{cuda.schedule}: {taken >> 20} MiB beside torch's allocator")
@@ -659,7 +673,7 @@ print(relative_rms(out, want.out), relative_rms(state, want.final_state))
 """
 
 
-def test_portable_ptx_gives_the_numbers_that_machine_code_gives() -> None:
+def test_portable_ptx_gives_the_numbers_that_machine_code_gives(python: Any) -> None:
     """compute_80 is compiled by the driver for this device: instructions that all GPUs have."""
     printed = python(_PORTABLE, KDA_JIT_ARCH="compute_80", KDA_JIT_SCHEDULE="portable")
     ran, errors = printed.splitlines()

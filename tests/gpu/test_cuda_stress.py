@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_jit.testing import Case, Inputs
+from kda_jit.testing import Case, Inputs, relative_rms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,6 +71,7 @@ def check_some(way: Any, x: Inputs, out: Tensor, state: Tensor, picked: list[int
 # -- many sequences ------------------------------------------------------------------------------
 
 
+@pytest.mark.xdist_group("many sequences")
 def test_twenty_thousand_ragged_sequences(way: Any) -> None:
     need(16)
     generator = torch.Generator().manual_seed(1)
@@ -93,6 +94,7 @@ def test_twenty_thousand_ragged_sequences(way: Any) -> None:
     check_some(way, x, out, state, [0, 1, 2, 19_997, 19_998, 19_999, *picked])
 
 
+@pytest.mark.xdist_group("many sequences")
 @pytest.mark.parametrize("N, heads", [(70_000, 1), (3_000, 32)])
 def test_more_sequences_and_heads_than_a_grid_axis(way: Any, N: int, heads: int) -> None:
     need(20)
@@ -144,8 +146,9 @@ def test_more_than_2_31_elements_of_tokens(way: Any) -> None:
     assert out[:, ::997].isfinite().all()
     tail = x.pack([(0, cut, T)]).replace(initial_state=saved)
     tail_out, tail_state = way.prefill(tail)
-    assert torch.equal(out[:, cut:], tail_out)
-    assert torch.equal(state, tail_state)
+    # Not to the bit: a kernel may have entered the tail with other units for its f16 operands.
+    assert relative_rms(tail_out, out[:, cut:]) < 1e-3
+    assert relative_rms(tail_state, state) < 1e-4
     head_out, _ = way.prefill(x.pack([(0, 0, 64)]))
     assert torch.equal(out[:, :64], head_out)
     del x, out
@@ -172,23 +175,36 @@ def test_batch_rows_more_than_2_31_elements_apart(way: Any) -> None:
     assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.xdist_group("memory")
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "out"])
-def test_tokens_more_than_2_30_elements_apart(way: Any, name: str) -> None:
-    """Two bytes each, so their distance in bytes is no int32: right, or refused before a launch."""
-    need(8)
-    x, _ = way.exact(Case(seed=7, lengths=(3,), heads=2))
-    want = way.prefill(x)
+_FAR = """
+import torch, kda_jit
+from kda_jit.testing import Case
+x = Case(seed=7, lengths=(3,), heads=2).tensors("cuda")
+pitch = 2**30 + 8
+memory = torch.empty(2 * pitch + 512, dtype=torch.bfloat16, device="cuda")
+want = kda_jit.prefill(*x.args, **x.kwargs)
+for name in ("q", "k", "v", "g", "beta", "out"):
     y = x.v if name == "out" else getattr(x, name)
-    pitch = 2**30 + 8
-    memory = torch.empty(2 * pitch + 512, dtype=torch.bfloat16, device="cuda")
     far = memory.as_strided(y.shape, (3 * pitch, pitch, *y.stride()[2:]))
     far.copy_(y)
+    near = x if name == "out" else x.replace(**{name: far})
+    print(name, end=" ", flush=True)
     try:
-        got = way.prefill(x, out=far) if name == "out" else way.prefill(x.replace(**{name: far}))
-    except ValueError:
-        return
-    assert all(map(torch.equal, got, want))
+        got = kda_jit.prefill(*near.args, **near.kwargs, out=far if name == "out" else None)
+    except (ValueError, RuntimeError) as error:
+        print("refused:", error)
+        continue
+    torch.cuda.synchronize()
+    print("right" if all(map(torch.equal, got, want)) else "wrong")
+"""
+
+
+@pytest.mark.xdist_group("memory")
+def test_tokens_more_than_2_30_elements_apart(way: Any, python: Any) -> None:
+    """Two bytes each, so their distance in bytes is no int32: right, or refused before a launch."""
+    need(8)
+    for line in python(_FAR, KDA_JIT_BACKEND=way.backend).splitlines():
+        name, verdict = line.split(" ", 1)
+        assert verdict == "right" or (verdict.startswith("refused") and name in verdict), line
 
 
 @pytest.mark.xdist_group("memory")
