@@ -36,8 +36,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "us": ("us", lambda x: f"{x:.0f}" if x >= 100 else f"{x:.1f}"),
     "tb_per_s": ("TB/s", lambda x: f"{x:.2f}"),
     "of_peak": ("of peak", lambda x: f"{100 * x:.0f} %"),
-    "vs_flashkda": ("vs FlashKDA", lambda x: f"{x:.1f}x"),
-    "vs_fla": ("vs fla", lambda x: f"{x:.1f}x"),
+    "vs_flashkda": ("vs FlashKDA", lambda x: f"{x:.2f}x"),
+    "vs_fla": ("vs fla", lambda x: f"{x:.2f}x"),
     "max_error": ("max error", lambda x: f"{x:.1e}"),
 }
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setting:
     """One environment variable. `default` says what an unset one means, as a value or in words."""
 
@@ -21,7 +22,16 @@ class Setting:
 
     def read(self) -> str:
         """The variable's value, stripped; "" where it is unset or blank."""
+        # os.environ.get takes 0.7 us to say that a name is absent, for every setting of every
+        # call. The dictionary behind it is asked first, where this Python has one.
+        table = getattr(os.environ, "_data", None)
+        if table is not None and self._key not in table:
+            return ""
         return os.environ.get(self.name, "").strip()
+
+    @cached_property
+    def _key(self) -> object:
+        return os.environ.encodekey(self.name)
 
 
 BACKEND = Setting(

@@ -755,23 +755,33 @@ def test_cpu_tensors_are_no_fallback(cuda: Any) -> None:
         kda_jit.prefill(*x.args, **x.kwargs, backend="cuda")
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "out"])
-def test_misaligned_tensors_are_refused_with_the_reason_or_run_elsewhere(
-    cuda: Any, name: str
-) -> None:
-    x, want = cuda.exact(Case(seed=82, lengths=(33, 7), heads=2))
-    value = x.v if name == "out" else getattr(x, name)
-    flat = torch.zeros(value.numel() + 1, dtype=value.dtype, device=cuda.device)
-    shifted = flat[1:].view(value.shape)
-    shifted.copy_(value)
+def misaligned(x: Tensor) -> Tensor:
+    """A copy that starts two bytes past a multiple of 16."""
+    flat = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return flat[1:].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "out", "final_state"])
+def test_misaligned_tensors_are_refused_with_the_reason(cuda: Any, name: str) -> None:
+    x, _ = cuda.exact(Case(seed=82, lengths=(33, 7), heads=2))
+    value = {"out": x.v, "final_state": x.initial_state}.get(name)
+    shifted = misaligned(getattr(x, name) if value is None else value)
     refused(cuda, x, kda_jit.NoBackendError, f"16 bytes, got others for {name}", **{name: shifted})
-    changes = {"out": shifted} if name == "out" else {}
-    y = x if name == "out" else x.replace(**{name: shifted})
-    out, state = kda_jit.prefill(*y.args, **(y.kwargs | changes))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "out"])
+def test_misaligned_tensors_run_elsewhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KDA_JIT_BACKEND", raising=False)
+    x = Case(seed=82, lengths=(33, 7), heads=2).tensors("cuda")
+    more = {name: misaligned(x.v if name == "out" else getattr(x, name))}
+    tensors = dict(zip(INPUTS, x.args))
+    out, state = kda_jit.prefill(**(tensors | x.kwargs | more))
     launch = kda_jit.last_launch()
     assert launch is not None
     assert launch.backend in ("triton", "torch")
-    cuda.check(x, want, out, state)
+    want = x.reference()
+    assert relative_rms(out, want.out) < 5e-3
+    assert relative_rms(state, want.final_state) < 5e-3
 
 
 def test_wrong_indices_on_the_device_stay_inside_the_buffers(way: Any) -> None:

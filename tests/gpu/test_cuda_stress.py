@@ -199,10 +199,10 @@ for name in ("q", "k", "v", "g", "beta", "out"):
 
 
 @pytest.mark.xdist_group("memory")
-def test_tokens_more_than_2_30_elements_apart(way: Any, python: Any) -> None:
+def test_tokens_more_than_2_30_elements_apart(cuda: Any, python: Any) -> None:
     """Two bytes each, so their distance in bytes is no int32: right, or refused before a launch."""
     need(8)
-    for line in python(_FAR, KDA_JIT_BACKEND=way.backend).splitlines():
+    for line in python(_FAR, KDA_JIT_BACKEND=cuda.backend).splitlines():
         name, verdict = line.split(" ", 1)
         assert verdict == "right" or (verdict.startswith("refused") and name in verdict), line
 
