@@ -25,7 +25,7 @@ struct KdaArgs {
     void* final_state;             // [slots, HV, V, K]
     void* checkpoint_state;        // [N, HV, V, K] or null
     const void* cu_seqlens;        // [N + 1], or null: N sequences of T tokens, one per batch row
-    const void* state_indices;     // [N] slots (negative: none), or null: sequence n uses slot n
+    const void* state_indices;     // [N] slots (none where there is no such slot), or null: sequence n uses slot n
     const u8* has_initial_state;   // [N] bool, or null: all have
     const void* checkpoint_offsets;  // [N] tokens, 0: none
     u8* workspace;                 // stage images, one per (chunk slot, value head)
@@ -36,6 +36,6 @@ struct KdaArgs {
     i32 N, T, H, HV;
     float scale, lower_bound;
     u32 flags;
-    u32 num_chunk_slots;  // upper bound that the grid was sized for
+    u32 num_state_slots;  // that final_state holds (and initial_state, where they are one pool)
 };
 static_assert(sizeof(KdaArgs) == 16 * 8 + 16 * 8 + 8 * 4, "keep kda_jit/backends/cuda.py in step");

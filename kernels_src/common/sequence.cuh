@@ -30,6 +30,13 @@ KDA_DEVICE i64 sequence_start(const KdaArgs& args, int n) {
     return min(max(start, 0ll), static_cast<i64>(args.T));
 }
 
+// The slot of sequence n's state, or -1: a slot that the pool does not have is neither read nor written.
+KDA_DEVICE i64 state_slot(const KdaArgs& args, int n) {
+    if (!args.state_indices) return n;
+    const i64 slot = load_index(args.state_indices, n * args.state_indices_stride, args.flags & kStateIndices64);
+    return slot >= 0 && slot < args.num_state_slots ? slot : -1;
+}
+
 KDA_DEVICE Sequence load_sequence(const KdaArgs& args, int n) {
     Sequence s;
     const i64 begin = sequence_start(args, n);

@@ -36,9 +36,7 @@ extern "C" __global__ void __launch_bounds__(128, 2) kda_recurrence(const __grid
     const Sequence seq = load_sequence(args, n);
     const i64 first_slot = slot_base(args, n);
 
-    // Which state: a pool slot, or row n. A negative slot is neither read nor written.
-    i64 slot = n;
-    if (args.state_indices) slot = load_index(args.state_indices, n * args.state_indices_stride, args.flags & kStateIndices64);
+    const i64 slot = state_slot(args, n);
     const bool has_initial = args.initial_state && slot >= 0 && (!args.has_initial_state || args.has_initial_state[n]);
     const i64 head = (static_cast<i64>(hv) * kHeadDim + half * kVColumns + warp * kVRows) * kHeadDim;
     StateTile state;

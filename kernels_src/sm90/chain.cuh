@@ -149,17 +149,12 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
     const int checkpoint_chunk = (seq.checkpoint + kChunk - 1) / kChunk - 1;  // -1: none
 
     const i64 head = (static_cast<i64>(unit.hv) * kHeadDim + unit.half * kChainColumns + warp * kVRows) * kHeadDim;
-    // Which state: a pool slot, or row n. A negative slot is neither read nor written.
-    auto state_slot = [&]() -> i64 {
-        if (!args.state_indices) return unit.n;
-        return load_index(args.state_indices, unit.n * args.state_indices_stride, args.flags & kStateIndices64);
-    };
     auto store_final = [&](const StateTile& state) {
-        const i64 slot = state_slot();
+        const i64 slot = state_slot(args, unit.n);
         if (slot >= 0) store_state(state, args.final_state, slot * args.final_slot + head, args.flags & kFinalBf16);
     };
     StateTile state;
-    const i64 slot = state_slot();
+    const i64 slot = state_slot(args, unit.n);
     if (args.initial_state && slot >= 0 && (!args.has_initial_state || args.has_initial_state[unit.n])) {
         load_state(state, args.initial_state, slot * args.initial_slot + head, args.flags & kInitialBf16);
     } else {
@@ -312,10 +307,12 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
         const u32 this_image = image, this_full = full;
         const bool more = c + 1 < num_chunks, shifted = shift != 0;
         ring.advance();
-        image = shared_address(smem.stage) + ring.stage * static_cast<u32>(sizeof(smem.stage[0]));
         full = shared_address(smem.full) + ring.stage * static_cast<u32>(sizeof(u64));
-        if (more) mbarrier_wait(full, ring.parity);
-        load_v(image);  // after the last chunk: anything
+        if (more) {
+            mbarrier_wait(full, ring.parity);
+            image = shared_address(smem.stage) + ring.stage * static_cast<u32>(sizeof(smem.stage[0]));
+        }
+        load_v(image);  // after the last chunk: its own again, which nobody uses
 
         wgmma_wait<1>();
         pin(o);
