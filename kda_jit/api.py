@@ -124,7 +124,7 @@ def prefill(
     return p.out, p.final_state
 
 
-#: (backend asked for, device index, dtypes, K, V, bounded, misaligned) -> the backend that runs.
+#: (backend asked for, device index, dtypes, K, V, bounded, misaligned, far) -> the backend that runs.
 _runners: dict[tuple[object, ...], Backend] = {}
 
 
@@ -133,6 +133,7 @@ def _runner(p: KdaProblem, backend: str, name: str) -> Backend:
     bounded = p.lower_bound is not None
     key = (
         name, p.q.get_device(), p.q.dtype, p.g.dtype, p.beta.dtype, p.K, p.V, bounded, p.misaligned,
+        p.layout.far_tokens,
     )  # fmt: skip
     found = _runners.get(key)
     if found is None:
@@ -148,6 +149,7 @@ def _runner(p: KdaProblem, backend: str, name: str) -> Backend:
             g_dtype=p.g.dtype,
             beta_dtype=p.beta.dtype,
             misaligned=p.misaligned,
+            far_tokens=p.layout.far_tokens,
         )
         found = get_backend(resolve(query, backend).backend)
         _runners[key] = found
@@ -159,8 +161,8 @@ def _run(backend: Backend, p: KdaProblem, workspace: Workspace | None) -> None:
     if p.is_empty and _settle_empty(p):
         record_launch(LaunchRecord("none"))
         return
-    if p.q.is_cuda:
-        device = p.device
+    device = p.layout.device
+    if device.type == "cuda":
         stream = current_stream(device)
         capturing = torch.cuda.is_current_stream_capturing()
         if workspace is None:
@@ -173,7 +175,7 @@ def _run(backend: Backend, p: KdaProblem, workspace: Workspace | None) -> None:
     elif workspace is None:
         backend.run(p, None)
     else:
-        with workspace.in_use(p.device):
+        with workspace.in_use(device):
             backend.run(p, workspace)
 
 

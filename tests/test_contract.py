@@ -136,6 +136,34 @@ def test_legal_options(changes):
     make_problem(**dense(**changes))
 
 
+def test_parameters_become_dense_and_aligned_whatever_their_strides():
+    A_log, dt_bias = torch.randn(HV), torch.randn(HV, K)
+    flat = torch.full((HV * K + 1,), torch.nan)
+    flat[1:] = dt_bias.flatten()
+    for changes in (
+        {"A_log": torch.stack([A_log, A_log * torch.nan], 1)[:, 0]},
+        {"dt_bias": torch.cat([dt_bias, dt_bias * torch.nan], 1)[:, :K]},
+        {"dt_bias": torch.stack([dt_bias.flatten(), flat[1:] * torch.nan], 1)[:, 0]},
+        {"dt_bias": flat[1:]},
+    ):
+        p = make_problem(**dense(A_log=A_log, dt_bias=dt_bias) | changes)
+        for given, x in ((A_log, p.A_log), (dt_bias.flatten(), p.dt_bias)):
+            assert x.is_contiguous()
+            assert torch.equal(x, given)
+        assert p.dt_bias.data_ptr() % 16 == 0
+        assert p.addresses[6:8] == (p.A_log.data_ptr(), p.dt_bias.data_ptr())
+
+
+def test_tokens_too_far_apart_for_32_bits_are_named():
+    def two_tokens(distance):
+        memory = torch.empty(distance + H * K, dtype=BF16)  # never touched, so hardly there
+        q = memory.as_strided((1, 2, H, K), (distance + H * K, distance, K, 1))
+        return make_problem(**packed(2, T=2, checkpoint_state=None, checkpoint_offsets=None, q=q))
+
+    assert two_tokens(1 << 30).layout.far_tokens == ("q",)
+    assert two_tokens((1 << 30) - 8).layout.far_tokens == ()
+
+
 def test_scale_zero_is_zero_and_integers_become_floats():
     assert make_problem(**dense(scale=0.0)).scale == 0.0
     p = make_problem(**dense(scale=2, lower_bound=-1))
@@ -576,6 +604,19 @@ def test_illegal_call(case):
         assert word in text
     for name, before in tensors.items():
         assert arguments[name].equal(before) or name not in WRITTEN
+
+
+@pytest.mark.parametrize("case", ILLEGAL)
+def test_illegal_call_stays_illegal_among_legal_ones_of_its_kind(case):
+    """What is remembered of calls must neither let one pass nor change what is said."""
+    build, error, _ = ILLEGAL[case]
+    said = []
+    for base in (dense, packed, pool):
+        make_problem(**base())
+        with pytest.raises(error) as caught:
+            make_problem(**build())
+        said.append(str(caught.value))
+    assert said[0] == said[1] == said[2]
 
 
 OVERLAPS = [

@@ -65,6 +65,7 @@ def can(name, q):
             and q.K == q.V == 128
             and q.lower_bound is not None
             and not q.misaligned
+            and not q.far_tokens
         )
     if name == "triton":
         sizes = all(16 <= size <= 256 for size in (q.K, q.V))
@@ -83,6 +84,7 @@ MORE = [
     query(g_dtype=F32),
     query(beta_dtype=F32),
     query(misaligned=("v",)),
+    query(far_tokens=("q",)),
     query((8, 1)),
     query((9, 1)),
     query((13, 0)),

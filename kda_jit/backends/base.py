@@ -26,6 +26,7 @@ class Query:
     g_dtype, beta_dtype
                  None: like ``dtype``
     misaligned   names of tensors whose address or strides are no multiple of 16 bytes
+    far_tokens   names of tensors whose tokens are 2**30 or more elements apart
     """
 
     K: int
@@ -37,6 +38,7 @@ class Query:
     g_dtype: torch.dtype | None = None
     beta_dtype: torch.dtype | None = None
     misaligned: tuple[str, ...] = ()
+    far_tokens: tuple[str, ...] = ()
 
     @property
     def aligned(self) -> bool:

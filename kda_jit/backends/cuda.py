@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from kda_jit import settings
 from kda_jit.backends.base import LaunchRecord, Query, device_capability, record_launch
@@ -23,6 +22,7 @@ from kda_jit.backends.pipeline import PipelinePlan, plan_pipeline
 from kda_jit.errors import InputError
 from kda_jit.jit import KernelSpec, arch_for, arch_named, load
 from kda_jit.jit.launch import Kernel
+from kda_jit.jit.module import generation
 from kda_jit.workspace import STAGE_BYTES, Workspace, default_workspace, stage_slots
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ HOPPER = Schedule(
 PIPELINE = Schedule(
     "pipeline",
     "sm90/kda_pipeline.cu",
-    (Launch("kda_pipeline_begin", 1024, 0), Launch("kda_pipeline", 384, 196608)),
+    (Launch("kda_pipeline_begin", 1024, 0), Launch("kda_pipeline", 640, 196608)),
     (9,),
     pipelined=True,
 )
@@ -120,41 +120,74 @@ class CudaBackend:
 
     def run(self, problem: KdaProblem, workspace: Workspace | None) -> None:
         p = problem
-        device_index = p.q.get_device()
-        stream = torch._C._cuda_getCurrentRawStream(device_index)
+        stream = torch._C._cuda_getCurrentRawStream(p.q.get_device())
         if workspace is None:
             workspace = default_workspace(p.device, stream)
-        target = _target(settings.arch(), device_index)
-        checkpoints = p.checkpoint_state is not None
-        schedule, plan = _choose(
-            settings.schedule(), target, device_index, p.B * p.T, p.N, p.HV, checkpoints
+        asked = ("cuda", settings.arch(), settings.schedule())
+        plan: _Plan | None = p.layout.memo.get(asked)
+        if plan is None or plan.generation is not generation():
+            plan = p.layout.memo[asked] = _plan(p)
+        images = workspace.address(
+            "prefill_stages", plan.image_bytes, caller="cuda prefill", stream=stream
         )
-        first, second = _kernels(schedule, target, device_index)
-        a, b = schedule.launches
-        if plan is not None:
-            images = workspace.address(
-                "prefill_stages", plan.ring_bytes, caller="cuda prefill", stream=stream
-            )
-            flags = workspace.address(
-                "pipeline_flags", plan.flag_bytes, caller="cuda prefill", stream=stream
-            )
-            args = self._frame.pipeline_buffer
-            _pack(args, p, images, 0)
-            _PIPELINE_ARGS.pack_into(args, ARGS_BYTES, flags, *plan, 0)
-            first.launch((1, 1, 1), a.block, a.smem, stream, args)
-            grid = _sm_count(device_index)
-        else:
-            slots = stage_slots(p.B * p.T, p.N, checkpoints=p.checkpoint_state is not None)
-            images = workspace.address(
-                "prefill_stages", slots * p.HV * STAGE_BYTES, caller="cuda prefill", stream=stream
-            )
+        if plan.pipeline is None:
             args = self._frame.buffer
-            _pack(args, p, images, slots)
-            if slots:
-                first.launch((slots * p.HV, 1, 1), a.block, a.smem, stream, args)
-            grid = p.N * p.HV * 2
-        second.launch((grid, 1, 1), b.block, b.smem, stream, args, pdl=_overlaps(target))
-        record_launch(LaunchRecord("cuda", (first.name, second.name), schedule.name, target))
+        else:
+            args = self._frame.pipeline_buffer
+            flags = workspace.address(
+                "pipeline_flags", plan.pipeline.flag_bytes, caller="cuda prefill", stream=stream
+            )
+            _PIPELINE_ARGS.pack_into(args, ARGS_BYTES, flags, *plan.pipeline, 0)
+        _pack(args, p, images)
+        a, b = plan.schedule.launches
+        if plan.grids[0][0]:
+            plan.first.launch(plan.grids[0], a.block, a.smem, stream, args)
+        plan.second.launch(plan.grids[1], b.block, b.smem, stream, args, pdl=plan.overlaps)
+        record_launch(plan.record)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the calls of one layout have in common, besides the numbers that `_pack` remembers.
+
+    generation   of the kernels: the plan is good as long as it is the current one
+    image_bytes  of the workspace
+    grids        of the first and the second kernel
+    """
+
+    generation: object
+    schedule: Schedule
+    pipeline: PipelinePlan | None
+    first: Kernel
+    second: Kernel
+    image_bytes: int
+    grids: tuple[tuple[int, int, int], tuple[int, int, int]]
+    overlaps: bool
+    record: LaunchRecord
+
+
+def _plan(p: KdaProblem) -> _Plan:
+    # Asked first: a reload meanwhile makes the plan outdated, not the kernels in it look new.
+    current = generation()
+    index = p.q.get_device()
+    target = _target(settings.arch(), index)
+    checkpoints = p.checkpoint_state is not None
+    schedule, pipeline = _choose(
+        settings.schedule(), target, index, p.B * p.T, p.N, p.HV, checkpoints
+    )
+    first, second = _kernels(schedule, target, index)
+    if pipeline is not None:
+        image_bytes = pipeline.ring_bytes
+        grids = (1, _sm_count(index))
+    else:
+        slots = stage_slots(p.B * p.T, p.N, checkpoints=checkpoints)
+        image_bytes = slots * p.HV * STAGE_BYTES
+        grids = (slots * p.HV, p.N * p.HV * 2)
+    return _Plan(
+        current, schedule, pipeline, first, second, image_bytes,
+        ((grids[0], 1, 1), (grids[1], 1, 1)), _overlaps(target),
+        LaunchRecord("cuda", (first.name, second.name), schedule.name, target),
+    )  # fmt: skip
 
 
 def warmup(device: torch.device) -> None:
@@ -218,7 +251,19 @@ def _overlaps(target: str) -> bool:
     return arch_named(target).cc >= (9, 0)
 
 
-def _pack(args: Array[c_char], p: KdaProblem, workspace: int, slots: int) -> None:
+def _pack(args: Array[c_char], p: KdaProblem, workspace: int) -> None:
+    numbers = p.layout.memo.get("cuda numbers")
+    if numbers is None:
+        numbers = p.layout.memo["cuda numbers"] = _numbers(p)
+    strides_and_sizes, flags_and_slots = numbers
+    _ARGS.pack_into(
+        args, 0, *p.addresses, workspace, *strides_and_sizes, p.scale, p.lower_bound,
+        *flags_and_slots,
+    )  # fmt: skip
+
+
+def _numbers(p: KdaProblem) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """What KdaArgs has before the scalars, and after: the same throughout a layout."""
     q, k, v, g, beta, out = p.q, p.k, p.v, p.g, p.beta, p.out
     initial, final, checkpoint = p.initial_state, p.final_state, p.checkpoint_state
     cu_seqlens, indices, offsets = p.cu_seqlens, p.state_indices, p.checkpoint_offsets
@@ -235,13 +280,7 @@ def _pack(args: Array[c_char], p: KdaProblem, workspace: int, slots: int) -> Non
         flags |= _FINAL_BF16
     if checkpoint is not None and checkpoint.dtype is torch.bfloat16:
         flags |= _CHECKPOINT_BF16
-    _ARGS.pack_into(
-        args, 0,
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(), out.data_ptr(),
-        p.A_log.data_ptr(), p.dt_bias.data_ptr(),
-        _pointer(initial), final.data_ptr(), _pointer(checkpoint),
-        _pointer(cu_seqlens), _pointer(indices), _pointer(p.has_initial_state), _pointer(offsets),
-        workspace,
+    strides_and_sizes = (
         q.stride(1), k.stride(1), v.stride(1), g.stride(1), beta.stride(1), out.stride(1),
         q.stride(0), k.stride(0), v.stride(0), g.stride(0), beta.stride(0), out.stride(0),
         0 if initial is None else initial.stride(0),
@@ -249,10 +288,5 @@ def _pack(args: Array[c_char], p: KdaProblem, workspace: int, slots: int) -> Non
         0 if checkpoint is None else checkpoint.stride(0),
         0 if indices is None else indices.stride(0),
         p.N, p.T, p.H, p.HV,
-        p.scale, p.lower_bound,
-        flags, slots,
     )  # fmt: skip
-
-
-def _pointer(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+    return strides_and_sizes, (flags, final.shape[0])

@@ -61,6 +61,11 @@ def rule_rejections(query: Query) -> list[str]:
             "needs addresses and strides that are multiples of 16 bytes, got others for "
             + ", ".join(query.misaligned)
         )
+    if query.far_tokens:
+        reasons.append(
+            "needs tokens less than 2**30 elements apart, got others for "
+            + ", ".join(query.far_tokens)
+        )
     return reasons
 
 

@@ -6,8 +6,9 @@ anything is allocated or launched, so a refused call leaves every buffer as it w
 
 Nothing here reads device memory. The *contents* of ``cu_seqlens``, ``state_indices`` and
 ``checkpoint_offsets`` are therefore checked only where they are host-visible, that is when the
-whole call is on the CPU. A legal call costs a few microseconds: the fast path is plain attribute
-reads, and the words are put together only once something is known to be wrong.
+whole call is on the CPU. A legal call costs a few microseconds: tensors are checked in full only
+when none like them have passed before (:mod:`kda_jit.contract.layout`), and the words are put
+together only once something is known to be wrong.
 """
 
 from kda_jit.contract.checks import CHECKPOINT_GRANULE, LOWEST_BOUND

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from kda_jit.contract.memory import Range, address_range
+from kda_jit.contract.memory import Extent, address_range, same_view
 from kda_jit.contract.words import (
     kind_of,
     refuse_device,
@@ -29,7 +30,7 @@ _STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 def check_tokens(
     name: str, x: Tensor, shape: tuple[int, ...], axes: str, index: int, written: bool = False
-) -> Range:
+) -> Extent:
     """A per-token tensor: [B, T, heads, channels] or [B, T, heads], dense inside a token.
 
     Token and batch strides are free, so that a column slice of one wide projection is legal. A
@@ -39,9 +40,8 @@ def check_tokens(
         refuse_shape(name, x, axes, shape)
     if x.get_device() != index:
         refuse_device(name, x, index)
-    start = x.data_ptr()
     if x.is_contiguous():
-        return start, start + x.nbytes, start
+        return x.nbytes, 0
     strides = x.stride()
     width = shape[2] if len(shape) == 3 else shape[2] * shape[3]
     if strides[-1] != 1 or (len(shape) == 4 and strides[2] != shape[3]):
@@ -59,7 +59,7 @@ def check_tokens(
             refuse_stride(name, x, "no element twice", "It is written, so it must not overlap.")
     size = x.element_size()
     last = (batches - 1) * batch_stride + (tokens - 1) * token_stride + width
-    return start, start + last * size, start | (batch_stride | token_stride) * size
+    return last * size, (batch_stride | token_stride) * size
 
 
 def check_dense(name: str, x: Tensor, first: int, hint: str) -> None:
@@ -78,7 +78,7 @@ def check_state(
     shape: tuple[int, int, int, int],
     index: int,
     written: bool,
-) -> Range:
+) -> Extent:
     """A state [slots, HV, V, K], dense inside a slot; ``slots`` None: a pool of any size."""
     if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1:] != shape[1:]:
         lead: tuple[str, object] = ("N", shape[0]) if slots is not None else ("slots", "slots")
@@ -92,9 +92,8 @@ def check_state(
         refuse_dtype(name, x, _STATE_DTYPES)
     if x.get_device() != index:
         refuse_device(name, x, index)
-    start = x.data_ptr()
     if x.is_contiguous():
-        return start, start + x.nbytes, start
+        return x.nbytes, 0
     check_dense(
         name,
         x,
@@ -107,19 +106,24 @@ def check_state(
     if written and x.shape[0] > 1 and strides[0] < width:
         refuse_stride(name, x, f"stride(0) >= {width}", "It is written, so it must not overlap.")
     size = x.element_size()
-    end = start + ((x.shape[0] - 1) * strides[0] + width) * size
-    return start, end, start | strides[0] * size
+    return ((x.shape[0] - 1) * strides[0] + width) * size, strides[0] * size
 
 
-def check_parameter(name: str, x: Tensor, index: int) -> Range:
+def check_same_pool(final_state: object, pool: object) -> None:
+    """With state_indices, final_state is None or the pool; two views of it are as good as one."""
+    if final_state is not None and final_state is not pool and not same_view(final_state, pool):
+        raise InputError(
+            "final_state: expected None or the very pool given as initial_state, since "
+            f"state_indices makes the pool be updated in place, got another {kind_of(final_state)}."
+        )
+
+
+def check_parameter(name: str, x: Tensor, index: int) -> Extent:
     if x.dtype is not torch.float32:
         refuse_dtype(name, x, (torch.float32,), "Keep gate parameters in float32.")
     if x.get_device() != index:
         refuse_device(name, x, index)
-    if x.is_contiguous():
-        start = x.data_ptr()
-        return start, start + x.nbytes, 0
-    return address_range(x)
+    return _extent(x)
 
 
 def check_cu_seqlens(x: Tensor, B: int) -> int:
@@ -141,7 +145,7 @@ def check_per_sequence(
     dtypes: tuple[torch.dtype, ...],
     index: int,
     strided: bool = False,
-) -> Range:
+) -> Extent:
     """One number or flag per sequence; ``strided``: any positive stride, such as a column."""
     if not isinstance(x, Tensor) or x.shape != (size,):
         refuse_shape(name, x, "[N]", (size,), "It holds one element per sequence.")
@@ -149,12 +153,17 @@ def check_per_sequence(
         refuse_dtype(name, x, dtypes)
     if x.get_device() != index:
         refuse_device(name, x, index)
-    if x.is_contiguous():
-        start = x.data_ptr()
-        return start, start + x.nbytes, 0
-    if not (strided and x.stride(0) > 0):
+    if not x.is_contiguous() and not (strided and x.stride(0) > 0):
         refuse_stride(name, x, "stride(0) >= 1" if strided else "contiguous")
-    return address_range(x)
+    return _extent(x)
+
+
+def _extent(x: Tensor) -> Extent:
+    """Of a tensor whose strides nobody asks to be aligned."""
+    if x.is_contiguous():
+        return x.nbytes, 0
+    start, end = address_range(x)
+    return end - start, 0
 
 
 def check_lower_bound(value: object) -> float:
@@ -230,10 +239,10 @@ def check_contents(
                 )
 
 
-def check_grad(**tensors: Tensor | None) -> None:
-    names = [name for name, x in tensors.items() if x is not None and x.requires_grad]
-    if names:
+def check_grad(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    found = [name for name, x in zip(names, tensors) if x is not None and x.requires_grad]
+    if found:
         raise GradError(
-            f"{', '.join(names)}: expected requires_grad=False, got True. Prefill is forward only: "
+            f"{', '.join(found)}: expected requires_grad=False, got True. Prefill is forward only: "
             "call it under torch.no_grad(), or detach the tensor."
         )

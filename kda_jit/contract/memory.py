@@ -10,18 +10,9 @@ from kda_jit.errors import InputError
 #: tensors that miss it are listed in ``KdaProblem.misaligned`` and a backend may reject them.
 ALIGNMENT = 16
 
-#: First byte, an upper bound of the end, and the or of everything that should be aligned.
-Range = tuple[int, int, int]
-NOWHERE: Range = (0, 0, 0)
-
-
-def meets(x: Range, others: tuple[Range, ...]) -> bool:
-    """Whether x may share a byte with one of the others, judged by address ranges alone."""
-    start, end, _ = x
-    for other_start, other_end, _ in others:  # noqa: SIM110  (a generator takes twice as long)
-        if other_start < end and start < other_end:
-            return True
-    return False
+#: Bytes from the first to the last, and the strides in bytes that should be aligned, or-ed.
+Extent = tuple[int, int]
+NOWHERE: Extent = (0, 0)
 
 
 def check_aliasing(written: dict[str, Tensor | None], read: dict[str, Tensor | None]) -> None:
@@ -31,14 +22,19 @@ def check_aliasing(written: dict[str, Tensor | None], read: dict[str, Tensor | N
         if x is None or not x.numel():
             continue
         for other_name, other in others.items():
-            if meets(address_range(x), (address_range(other),)):
+            start, end = address_range(x)
+            other_start, other_end = address_range(other)
+            if other_start < end and start < other_end:
                 _refuse_overlap(name, x, other_name, other)
         others[name] = x
 
 
-def address_range(x: Tensor) -> Range:
+def address_range(x: Tensor) -> tuple[int, int]:
+    """First byte, and the end of the last one; the same for a tensor without elements."""
+    if x.numel() == 0:
+        return x.data_ptr(), x.data_ptr()
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), 0
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _refuse_overlap(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
@@ -89,9 +85,10 @@ def _rows(x: Tensor) -> tuple[int, int]:
     return outer[-1] * size, width * size
 
 
-def same_view(a: object, b: Tensor) -> bool:
+def same_view(a: object, b: object) -> bool:
     return a is b or (
         isinstance(a, Tensor)
+        and isinstance(b, Tensor)
         and a.data_ptr() == b.data_ptr()
         and a.shape == b.shape
         and a.stride() == b.stride()
@@ -100,7 +97,7 @@ def same_view(a: object, b: Tensor) -> bool:
     )
 
 
-def misaligned_names(**tensors: Tensor | None) -> tuple[str, ...]:
+def misaligned_names(tensors: dict[str, Tensor | None]) -> tuple[str, ...]:
     """Names of the tensors whose address or outer strides are no multiple of ``ALIGNMENT``.
 
     A contiguous tensor is judged by its address alone: with the 128 channels that the CUDA

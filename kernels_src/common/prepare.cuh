@@ -166,9 +166,10 @@ KDA_DEVICE void prefetch_inputs(const ChunkInputs& in) {
 // `wait_for_place()` returns when the image may be written, and is called by warp (0, 0) as late as can be; `meanwhile()` is
 // called by warp (1, 0), which else would wait for warp (0, 0) to solve.
 template <int block, typename Place, typename Barrier, typename Wait, typename Meanwhile>
-KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv, Place place, PrepareSmem& smem, int half,
-                              Barrier barrier, Wait wait_for_place, Meanwhile meanwhile) {
+KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv, Place place, PrepareSmem& smem, Barrier barrier,
+                              Wait wait_for_place, Meanwhile meanwhile) {
     // Opaque: else a caller's loop keeps all that follows from it in registers.
+    const int half = opaque(threadIdx.x) >> 5 & 1;
     const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
     constexpr int row0 = block * kBlock;
     // Offsets of this lane's own piece in row gid of group 2 half, in the image and in shared memory; that of group 2 half + 1

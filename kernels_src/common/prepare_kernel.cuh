@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(128, 5) kda_prepare(const __grid_co
     const auto nothing = [] {};
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform, for the compiler too
     if (warp < 2)
-        prepare_block<0>(args, in, hv, place, smem, warp, barrier, nothing, nothing);
+        prepare_block<0>(args, in, hv, place, smem, barrier, nothing, nothing);
     else
-        prepare_block<1>(args, in, hv, place, smem, warp - 2, barrier, nothing, nothing);
+        prepare_block<1>(args, in, hv, place, smem, barrier, nothing, nothing);
 }

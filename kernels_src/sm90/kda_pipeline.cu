@@ -6,9 +6,9 @@
 // in      KdaArgs (common/kda_args.cuh), PipelineArgs
 // out     out bf16; final_state; checkpoint_state
 // launch  kda_pipeline_begin  1 CTA: zeroes the flags
-//         kda_pipeline        grid = SMs, 384 threads, kPipelineSmem; after it, on the same stream
-// roles   a ticket decides: producer CTAs prepare three chunks at a time, four warps each; consumer CTAs run up to two chains,
-//         a warpgroup and a warp each
+//         kda_pipeline        grid = SMs, 640 threads, kPipelineSmem; after it, on the same stream
+// roles   a ticket decides: producer CTAs prepare five chunks at a time, four warps each; consumer CTAs run up to two chains, a
+//         warpgroup that computes and a warp that moves data each, and give the other warps' registers to the former
 // order   lane = (group of sequences, head): its chunks run one after another, in two chains (halves of V); lanes run
 //         beside each other. Producers take chunks of all lanes in turn: chunk 0 of every lane, chunk 1, ...
 // ring    each lane has `ring` stage images; a producer writes the image of chunk i when both chains are past chunk i - ring
@@ -76,7 +76,7 @@ KDA_DEVICE Group load_group(const PipelineArgs& args, int group) {
     return g;
 }
 
-constexpr int kThreads = 384;           // at 168 registers
+constexpr int kThreads = 640;           // at 96 registers
 constexpr int kQuads = kThreads / 128;  // of warps: chunks that a producer CTA works on at a time
 constexpr int kChains = 2;              // of a consumer CTA
 constexpr int kMaxGroups = 64;
@@ -189,9 +189,9 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
         };
         const auto meanwhile = [&] { find_job(args, smem, quad, turn ^ 1); };
         if (role < 2)
-            prepare_block<0>(args.kda, job.in, job.hv, place, smem.prepare[quad], role, barrier, wait_for_place, [] {});
+            prepare_block<0>(args.kda, job.in, job.hv, place, smem.prepare[quad], barrier, wait_for_place, [] {});
         else
-            prepare_block<1>(args.kda, job.in, job.hv, place, smem.prepare[quad], role - 2, barrier, [] {}, meanwhile);
+            prepare_block<1>(args.kda, job.in, job.hv, place, smem.prepare[quad], barrier, [] {}, meanwhile);
         barrier();  // the image is written, the next job is known, and this quad's shared memory is free
         if (threadIdx.x % 128 == 0) store_release(job.ready, job.number + 1);
     }
@@ -233,44 +233,59 @@ struct ConsumerSmem {
 };
 static_assert(sizeof(ConsumerSmem) <= kPipelineSmem && sizeof(ProducerSmem) <= kPipelineSmem, "the shared memory asked for");
 
-// Warpgroup i computes chain i of the CTA, the i-th warp after the warpgroups moves its data.
-KDA_DEVICE void consume(const PipelineArgs& args, ConsumerSmem& smem, int consumer) {
+// Chain `own` of a consumer CTA: which half of which lane.
+struct ChainRole {
+    int lane, half;
+    bool works;
+};
+KDA_DEVICE ChainRole chain_role(const PipelineArgs& args, int consumer, int own) {
+    const int chain = consumer * args.chains_per_cta + own, lane = chain >> 1;
+    return ChainRole{lane, chain & 1, own < args.chains_per_cta && lane < args.groups * args.heads_beside};
+}
+constexpr int kChainsBarrier = 15;  // joins all chains of a CTA: the movers have set them up
+KDA_DEVICE void join_chains() { named_barrier(kChainsBarrier, (kChainThreads + 32) * kChains); }
+
+// Warpgroup i computes chain i.
+KDA_DEVICE void compute(const PipelineArgs& args, ConsumerSmem& smem, int consumer) {
+    const int own = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    const ChainRole role = chain_role(args, consumer, own);
+    join_chains();
+    if (!role.works) return;
+    ChainRing<3> ring;
+    for (int hv = role.lane % args.heads_beside; hv < args.kda.HV; hv += args.heads_beside) {
+        for (int n = smem.group[own].first; n < smem.group[own].last; ++n)
+            compute_chain(args.kda, ChainUnit{n, hv, role.half}, smem.chain[own], ring);
+    }
+}
+// The i-th warp after the warpgroups moves the data of chain i.
+KDA_DEVICE void move(const PipelineArgs& args, ConsumerSmem& smem, int consumer) {
     const KdaArgs& kda = args.kda;
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    const bool computes = warp < 4 * kChains;
-    const int own = computes ? warp / 4 : warp - 4 * kChains;  // past the last chain: nothing to do
-    const int chain = consumer * args.chains_per_cta + own, lane = chain >> 1, half = chain & 1;
-    const bool works = own < args.chains_per_cta && lane < args.groups * args.heads_beside;
-    if (!computes && works) {
-        const Group group = load_group(args, lane / args.heads_beside);
+    const int own = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - 4 * kChains;
+    if (own >= kChains) return;
+    const ChainRole role = chain_role(args, consumer, own);
+    if (role.works) {
+        const Group group = load_group(args, role.lane / args.heads_beside);
         if ((threadIdx.x & 31) == 0) {
             smem.group[own] = group;
             init_chain(smem.chain[own]);
         }
     }
-    __syncthreads();
-    if (!works) return;
+    join_chains();
+    if (!role.works) return;
     const Group& group = smem.group[own];
-
     ChainRing<3> ring;
-    if (computes) {
-        for (int hv = lane % args.heads_beside; hv < kda.HV; hv += args.heads_beside) {
-            for (int n = group.first; n < group.last; ++n) compute_chain(kda, ChainUnit{n, hv, half}, smem.chain[own], ring);
+    RingSource source{kda.workspace + static_cast<i64>(role.lane) * args.ring * kStageBytes, ready_flag(args, role.lane, 0),
+                      consumed_counters(args, role.lane) + role.half, args.ring - 1, 0, 0};
+    int before = 0;  // numbers of the heads that are done
+    for (int hv = role.lane % args.heads_beside; hv < kda.HV; hv += args.heads_beside, before += group.slots) {
+        for (int n = group.first; n < group.last; ++n) {
+            source.base = before + static_cast<int>(slot_base(kda, n) - group.base);
+            source.known = max(source.known, source.base);
+            source.skip_to(source.base);  // slots that hold no chunk count as taken
+            move_chain(kda, ChainUnit{n, hv, role.half}, source, smem.chain[own], ring);
         }
-    } else {
-        RingSource source{kda.workspace + static_cast<i64>(lane) * args.ring * kStageBytes, ready_flag(args, lane, 0),
-                          consumed_counters(args, lane) + half, args.ring - 1, 0, 0};
-        int before = 0;  // numbers of the heads that are done
-        for (int hv = lane % args.heads_beside; hv < kda.HV; hv += args.heads_beside, before += group.slots) {
-            for (int n = group.first; n < group.last; ++n) {
-                source.base = before + static_cast<int>(slot_base(kda, n) - group.base);
-                source.known = max(source.known, source.base);
-                source.skip_to(source.base);  // slots that hold no chunk count as taken
-                move_chain(kda, ChainUnit{n, hv, half}, source, smem.chain[own], ring);
-            }
-        }
-        source.skip_to(0x7fffffff);
     }
+    source.skip_to(0x7fffffff);
 }
 
 // Zeroes the flags; one CTA.
@@ -291,8 +306,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) kda_pipeline(const __g
     const int ticket = shared_ticket, total = gridDim.x;
     const int consumer = static_cast<int>(static_cast<i64>(ticket) * args.consumers / total);
     const bool is_consumer = static_cast<int>(static_cast<i64>(ticket + 1) * args.consumers / total) > consumer;
-    if (is_consumer)
-        consume(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
-    else
+    if (is_consumer) {  // 2 x 128 x 168 + 128 x 64 + 2 x 128 x 24 registers, of 640 x 96
+        if (threadIdx.x < 128 * kChains) {
+            raise_registers<168>();
+            compute(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
+        } else if (threadIdx.x < 128 * (kChains + 1)) {
+            lower_registers<64>();
+            move(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
+        } else {
+            lower_registers<24>();
+        }
+    } else {
         produce(args, *reinterpret_cast<ProducerSmem*>(dynamic_smem), ticket - consumer, total - args.consumers);
+    }
 }

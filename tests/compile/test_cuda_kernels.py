@@ -49,7 +49,7 @@ FIELDS = (
     *("q_token", "k_token", "v_token", "g_token", "beta_token", "out_token"),
     *("q_batch", "k_batch", "v_batch", "g_batch", "beta_batch", "out_batch"),
     *("initial_slot", "final_slot", "checkpoint_slot", "state_indices_stride"),
-    *("N", "T", "H", "HV", "scale", "lower_bound", "flags", "num_chunk_slots"),
+    *("N", "T", "H", "HV", "scale", "lower_bound", "flags", "num_state_slots"),
 )
 
 
@@ -260,7 +260,7 @@ def test_packed_argument_holds_every_number_in_its_field() -> None:
         "checkpoint_offsets": torch.zeros(3, dtype=torch.int64),
     }
     problem = make_problem(**tensors, **states, **more, scale=0.75, lower_bound=-2.5)
-    got = unpacked(problem, 12345 << 8, 77)
+    got = unpacked(problem, 12345 << 8)
     named = {**tensors, **states, **more}
     for name in FIELDS[:16]:
         if name in ("cu_seqlens", "state_indices"):
@@ -275,7 +275,7 @@ def test_packed_argument_holds_every_number_in_its_field() -> None:
     for name in ("initial", "final", "checkpoint"):
         assert got[f"{name}_slot"] == states[f"{name}_state"].stride(0), name
     assert (got["N"], got["T"], got["H"], got["HV"]) == (3, 9, 2, 6)
-    assert (got["scale"], got["lower_bound"], got["num_chunk_slots"]) == (0.75, -2.5, 77)
+    assert (got["scale"], got["lower_bound"], got["num_state_slots"]) == (0.75, -2.5, 3)
     assert got["flags"] == cuda._FINAL_BF16 | cuda._OFFSETS_64
 
 
@@ -287,20 +287,21 @@ def test_packed_argument_of_a_pool() -> None:
     assert x.cu_seqlens is not None
     arguments["cu_seqlens"] = x.cu_seqlens.long()
     problem = make_problem(*x.args, **arguments)
-    got = unpacked(problem, 0, 0)
+    got = unpacked(problem, 0)
     assert got["initial_state"] == got["final_state"] == pool.data_ptr()
     assert got["initial_slot"] == got["final_slot"] == 128 * 128
     assert got["state_indices"] == table.data_ptr()
     assert got["state_indices_stride"] == 3
+    assert got["num_state_slots"] == 9
     assert got["cu_seqlens"] == arguments["cu_seqlens"].data_ptr()
     assert got["checkpoint_state"] == got["has_initial_state"] == 0
     wanted = cuda._INITIAL_BF16 | cuda._FINAL_BF16 | cuda._STATE_INDICES_64 | cuda._CU_SEQLENS_64
     assert got["flags"] == wanted
 
 
-def unpacked(problem: Any, workspace_address: int, slots: int) -> dict[str, Any]:
+def unpacked(problem: Any, workspace_address: int) -> dict[str, Any]:
     buffer = create_string_buffer(cuda.ARGS_BYTES)
-    cuda._pack(buffer, problem, workspace_address, slots)
+    cuda._pack(buffer, problem, workspace_address)
     return dict(zip(FIELDS, cuda._ARGS.unpack_from(buffer)))
 
 

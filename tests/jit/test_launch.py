@@ -186,6 +186,48 @@ def test_struct_of_another_size_never_reaches_the_driver(args: bytes | None) -> 
     assert library.launches == []
 
 
+def test_repeated_launch_reads_its_struct_and_every_change_anew() -> None:
+    library = FakeCuda()
+    kernel = make(library)
+    buffer = ctypes.create_string_buffer(ARGS, len(ARGS))
+    other = ctypes.create_string_buffer(ARGS[::-1], len(ARGS))
+    usual: tuple[Any, ...] = ((1, 2, 3), 32, 64, 7)
+    kernel.launch(*usual, buffer)
+    buffer[0] = b"\xff"
+    kernel.launch(*usual, buffer)
+    kernel.launch(*usual, other)
+    kernel.launch(*usual, buffer)
+    assert [launch["args"] for launch in library.launches] == [
+        ARGS,
+        b"\xff" + ARGS[1:],
+        ARGS[::-1],
+        b"\xff" + ARGS[1:],
+    ]
+    for changed in (((1, 2, 4), 32, 64, 7), ((1, 2, 3), 33, 64, 7), ((1, 2, 3), 32, 65, 7)):
+        kernel.launch(*changed, buffer)
+        kernel.launch(*usual, buffer)
+        found, again = library.launches[-2:]
+        assert (found["grid"], found["block"][0], found["smem"], found["stream"]) == changed
+        assert (again["grid"], again["block"][0], again["smem"], again["stream"]) == usual
+    kernel.launch(*usual[:3], 8, buffer)
+    assert library.launches[-1]["stream"] == 8
+
+
+def test_launch_that_fails_half_way_leaves_nothing_behind() -> None:
+    library = FakeCuda()
+    kernel = make(library)
+    good = ctypes.create_string_buffer(ARGS, len(ARGS))
+    short = ctypes.create_string_buffer(135)
+    for _ in range(2):
+        kernel.launch((1, 2, 3), 32, 64, 7, good)
+        with pytest.raises(TypeError):
+            kernel.launch((9, 9, 9), 32, "many", 7, good)  # type: ignore[arg-type]
+        with pytest.raises(LaunchError, match="got 135"):
+            kernel.launch((1, 2, 3), 32, 64, 7, short)
+    assert [launch["grid"] for launch in library.launches] == [(1, 2, 3), (1, 2, 3)]
+    assert {launch["args"] for launch in library.launches} == {ARGS}
+
+
 def test_kernel_without_parameters_is_launched_without() -> None:
     library = FakeCuda(sizes=())
     kernel = make(library)

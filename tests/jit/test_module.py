@@ -128,6 +128,22 @@ def test_edit_is_seen_after_reload_and_not_before(machine: Machine, kernels: Pat
     assert len(machine.sent) == 2
 
 
+def test_generation_tells_whether_kept_kernels_are_still_those_of_load(
+    machine: Machine, kernels: Path
+) -> None:
+    first = module.generation()
+    load(SPEC, 0)
+    load(SPEC, 1)
+    assert module.generation() is first
+    module.reload()
+    second = module.generation()
+    assert second is not first
+    with module.use_sources(kernels):
+        assert module.generation() is not first
+        assert module.generation() is not second
+    assert module.generation() is second
+
+
 def test_other_sources_inside_a_block_only(machine: Machine, kernels: Path, tmp_path: Path) -> None:
     usual = load(SPEC, 0)
     other = tmp_path / "other"

@@ -1,0 +1,349 @@
+"""A repeated call skips what is known already, and nothing else. No times: see benchmarks."""
+
+import gc
+import os
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kda_jit import settings
+from kda_jit.backends import cuda
+from kda_jit.backends.base import last_launch
+from kda_jit.contract import layout, make_problem
+from kda_jit.errors import DeviceError, GradError, InputError, InputTypeError
+from kda_jit.jit import module
+from kda_jit.workspace import Workspace
+
+H, D, SLOTS = 2, 128, 5
+BF16 = torch.bfloat16
+
+
+def call(T=32, **changes):
+    """A packed call of two sequences, every buffer given."""
+    tokens = lambda: torch.zeros(1, T, H, D, dtype=BF16)  # noqa: E731
+    return {
+        "q": tokens(),
+        "k": tokens(),
+        "v": tokens(),
+        "g": tokens(),
+        "beta": torch.zeros(1, T, H, dtype=BF16),
+        "A_log": torch.zeros(H),
+        "dt_bias": torch.zeros(H * D),
+        "cu_seqlens": torch.tensor([0, T // 2, T], dtype=torch.int32),
+        "out": tokens(),
+        "initial_state": torch.zeros(2, H, D, D),
+        "final_state": torch.zeros(2, H, D, D),
+    } | changes
+
+
+def pool_call(**changes):
+    pool = torch.zeros(SLOTS, H, D, D)
+    more = {"initial_state": pool, "state_indices": torch.tensor([3, 0]), "final_state": None}
+    return call(**(more | changes))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch):
+    monkeypatch.setattr(layout, "_layouts", {})
+    monkeypatch.setattr(layout, "_places", {})
+    for setting in (settings.ARCH, settings.SCHEDULE):
+        monkeypatch.delenv(setting.name, raising=False)
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """The layouts that were checked in full, as they come."""
+    found = []
+    check = layout.check_layout
+    monkeypatch.setattr(
+        layout, "check_layout", lambda tensors: (found.append(tensors), check(tensors))[1]
+    )
+    return found
+
+
+# -- the contract --------------------------------------------------------------------------------
+
+
+def test_calls_that_differ_in_addresses_and_numbers_are_checked_once(checks):
+    first = make_problem(**call())
+    second = make_problem(**call(scale=2.0, lower_bound=-1.0))
+    third = make_problem(**call(lower_bound=None))
+    assert first.layout is second.layout is third.layout
+    assert len(checks) == 1
+    assert (second.scale, second.lower_bound, third.lower_bound) == (2.0, -1.0, None)
+
+
+def wide(T=32):
+    """The first half of the columns of a projection twice as wide."""
+    return torch.zeros(1, T, H, D).bfloat16().repeat(1, 1, 2, 1)[:, :, :H]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"q": wide()},
+        {"out": wide()},
+        {"out": None},
+        {"g": torch.zeros(1, 32, H, D)},
+        {"dt_bias": torch.zeros(H, D)},
+        {"final_state": torch.zeros(2, H, D, D, dtype=BF16)},
+        {"initial_state": None},
+        {"cu_seqlens": torch.tensor([0, 3, 9])},
+        {"has_initial_state": torch.tensor([True, False])},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_anything_else_that_differs_is_checked(checks, changes):
+    known = make_problem(**call()).layout
+    assert make_problem(**call(**changes)).layout is not known
+    assert len(checks) == 2
+
+
+class Duck:
+    """All that the look-up reads of a tensor, and no tensor."""
+
+    def __init__(self, x):
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.stride, self.get_device, self.data_ptr = x.stride, x.get_device, x.data_ptr
+        self.is_contiguous = x.is_contiguous
+
+
+def overlapping():
+    memory = torch.zeros(1, 33, H, D, dtype=BF16)
+    return call(k=memory[:, 1:], out=memory[:, :-1])
+
+
+@pytest.mark.parametrize(
+    "build, error, words",
+    [
+        (lambda: call(scale=True), InputTypeError, "scale"),
+        (lambda: call(scale=float("nan")), InputError, "scale"),
+        (lambda: call(lower_bound=0.0), InputError, "lower_bound"),
+        (lambda: call(k=Duck(call()["k"])), InputTypeError, r"k: expected a torch\.Tensor"),
+        (lambda: call(q=torch.zeros(1, 32, H, D, dtype=BF16, device="meta")), DeviceError, "q"),
+        (lambda: call(v=torch.zeros(1, 32, H, D, dtype=BF16, device="meta")), DeviceError, "v"),
+        (lambda: call(q=call()["q"].requires_grad_()), GradError, "q"),
+        (lambda: call(cu_seqlens=torch.tensor([0, 9, 3]).int()), InputError, "never decrease"),
+        (overlapping, InputError, "out: expected memory apart from k"),
+        (
+            lambda: pool_call(final_state=torch.zeros(SLOTS, H, D, D)),
+            InputError,
+            "final_state: expected None or the very pool",
+        ),
+        (lambda: pool_call(final_state=3), InputError, "final_state: expected None or the very"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_known_layout_excuses_nothing(checks, build, error, words):
+    legal = (call(), pool_call(), pool_call(final_state=torch.zeros(SLOTS, H, D, D)))
+    legal[2]["initial_state"] = legal[2]["final_state"]
+    for arguments in legal:
+        make_problem(**arguments)
+    for _ in range(2):
+        with pytest.raises(error, match=words):
+            make_problem(**build())
+
+
+def test_addresses_that_were_apart_may_meet_in_another_layout():
+    """The same addresses, but tensors that reach further."""
+    memory = torch.zeros(2, 32, H, D, dtype=BF16)
+    short = call(T=16, k=memory[:1, :16], out=memory.view(1, 64, H, D)[:, 16:32])
+    make_problem(**short)
+    with pytest.raises(InputError, match="apart from k"):
+        make_problem(**call(k=memory[:1], out=memory.view(1, 64, H, D)[:, 16:48]))
+    make_problem(**short)
+
+
+def test_states_in_place_are_told_from_a_partial_overlap_each_time():
+    states = torch.zeros(3, H, D, D)
+    for _ in range(2):
+        make_problem(**call(initial_state=states[:2], final_state=states[:2]))
+        with pytest.raises(InputError, match="partial overlap"):
+            make_problem(**call(initial_state=states[:2], final_state=states[1:]))
+
+
+def test_states_of_two_dtypes_cannot_be_in_place():
+    memory = torch.zeros(2 * H * D * D)
+    final = memory.view(2, H, D, D)
+    initial = memory.view(BF16)[: final.numel()].view(2, H, D, D)
+    for _ in range(2):
+        with pytest.raises(InputError, match="partial overlap"):
+            make_problem(**call(initial_state=initial, final_state=final))
+
+
+def test_buffers_that_lie_apart_are_not_looked_at_closely(monkeypatch):
+    """In place or in a pool, too: what is slow comes only where ranges of addresses meet."""
+    states = torch.zeros(2, H, D, D)
+    monkeypatch.setattr(layout, "check_aliasing", lambda *a: pytest.fail("looked at closely"))
+    for arguments in (call(), pool_call(), call(initial_state=states, final_state=states)):
+        make_problem(**arguments)
+
+
+def test_states_in_place_are_apart_from_the_rest():
+    memory = torch.zeros(2 * H * D * D)
+    states = memory.view(2, H, D, D)
+    inside = memory.view(BF16)[: 32 * H * D].view(1, 32, H, D)
+    for _ in range(2):
+        make_problem(**call(initial_state=states, final_state=states))
+        with pytest.raises(InputError, match="final_state: expected memory apart from v"):
+            make_problem(**call(initial_state=states, final_state=states, v=inside))
+
+
+def test_misalignment_is_found_at_each_address_and_remembered_with_it():
+    spare = torch.zeros(32 * H * D + 8, dtype=BF16)
+    arguments = call()
+    for _ in range(2):
+        for shift, names in ((0, ()), (1, ("g",)), (8, ())):
+            g = spare[shift : shift + 32 * H * D].view(1, 32, H, D)
+            assert make_problem(**(arguments | {"g": g})).misaligned == names
+
+
+def test_no_argument_is_kept():
+    arguments = call()
+    make_problem(**arguments)
+    gone = [weakref.ref(x) for x in arguments.values()]
+    del arguments
+    gc.collect()
+    assert not any(ref() is not None for ref in gone)
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(layout, "MAX_LAYOUTS", 4)
+    monkeypatch.setattr(layout, "MAX_PLACES", 3)
+    kept = [call() for _ in range(10)]
+    for arguments in kept:
+        make_problem(**arguments)
+        assert 1 <= len(layout._places) <= 3
+    for T in range(2, 12):
+        make_problem(**call(T=T))
+        assert len(layout._layouts) <= 4
+    assert make_problem(**call(T=11)).T == 11
+
+
+def test_threads_with_layouts_of_their_own_do_not_mix(monkeypatch):
+    monkeypatch.setattr(layout, "MAX_LAYOUTS", 2)
+    wrong = []
+
+    def run(T):
+        arguments = call(T=T)
+        for _ in range(200):
+            p = make_problem(**arguments)
+            if (p.T, p.layout.T, p.out) != (T, T, arguments["out"]):
+                wrong.append(T)
+
+    threads = [threading.Thread(target=run, args=(T,)) for T in range(2, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_addresses_are_those_of_the_problem():
+    for arguments in (
+        call(),
+        pool_call(),
+        call(out=None, final_state=None, initial_state=None),
+        call(dt_bias=torch.zeros(D, H).t(), A_log=torch.zeros(H, 2)[:, 0]),
+    ):
+        p = make_problem(**arguments)
+        given = [getattr(p, name) for name in layout.TENSORS]
+        assert p.addresses == tuple(0 if x is None else x.data_ptr() for x in given)
+
+
+# -- the CUDA backend, without a GPU -------------------------------------------------------------
+
+
+class FakeKernel:
+    def __init__(self, name, launches):
+        self.name, self.launches = name, launches
+
+    def launch(self, grid, block, smem, stream, args, *, pdl=False):
+        self.launches.append((self, grid, stream, bytes(args)))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """The backend on CPU tensors: kernels that only note their launches."""
+    found = SimpleNamespace(launches=[], loads=[])
+
+    def load(spec, index):
+        found.loads.append(spec)
+        kernels = {entry: FakeKernel(entry, found.launches) for entry in spec.entries}
+        return SimpleNamespace(kernels=kernels)
+
+    monkeypatch.setattr(cuda, "load", load)
+    monkeypatch.setattr(cuda, "_target", lambda asked, index: asked or "sm_90a")
+    monkeypatch.setattr(cuda, "_sm_count", lambda index: 132)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(module, "_loaded", {})
+    cuda._choose.cache_clear()
+    workspace = Workspace(device="cpu")
+    backend = cuda.CudaBackend()
+
+    def run(**arguments):
+        p = make_problem(**arguments)
+        backend.run(p, workspace)
+        return p
+
+    found.run = run
+    yield found
+    cuda._choose.cache_clear()
+
+
+def test_a_repeated_call_is_planned_once_and_packed_anew(machine):
+    problems = [machine.run(**call(scale=scale)) for scale in (0.5, 0.25)]
+    assert len(machine.loads) == 1
+    assert len(machine.launches) == 4
+    for p, (_, _, stream, args) in zip(problems, machine.launches[1::2], strict=True):
+        fields = cuda._ARGS.unpack_from(args)
+        assert fields[:15] == p.addresses
+        assert p.scale in fields
+        assert stream == 7
+    assert machine.launches[0][:2] == machine.launches[2][:2]
+
+
+def test_a_reload_and_other_sources_are_honoured(machine, tmp_path):
+    machine.run(**call())
+    usual = machine.launches[-1][0]
+    module.reload()
+    machine.run(**call())
+    reloaded = machine.launches[-1][0]
+    assert reloaded is not usual
+    with module.use_sources(tmp_path):
+        for _ in range(2):
+            machine.run(**call())
+        inside = machine.launches[-1][0]
+        assert inside is machine.launches[-3][0]
+    assert inside is not reloaded
+    machine.run(**call())
+    assert machine.launches[-1][0] is not inside
+
+
+def test_the_environment_is_read_at_each_call(machine, monkeypatch):
+    seen = []
+    for name in ("hopper", "portable", None, "portable"):
+        if name is None:
+            monkeypatch.delenv(settings.SCHEDULE.name)
+        else:
+            monkeypatch.setenv(settings.SCHEDULE.name, name)
+        machine.run(**call())
+        seen.append(last_launch().schedule)
+    assert seen[0] == "hopper"
+    assert seen[1] == seen[3] == "portable"
+    monkeypatch.setenv(settings.SCHEDULE.name, "absent")
+    with pytest.raises(InputError, match="absent"):
+        machine.run(**call())
+    monkeypatch.setenv(settings.SCHEDULE.name, "portable")
+    monkeypatch.setenv(settings.ARCH.name, "sm_80")
+    machine.run(**call())
+    assert last_launch().target == "sm_80"
+
+
+def test_a_setting_is_read_from_any_kind_of_environment(monkeypatch):
+    assert settings.arch() is None
+    monkeypatch.setattr(os, "environ", {settings.ARCH.name: "sm_80"})
+    assert settings.arch() == "sm_80"
