@@ -68,7 +68,14 @@ class Schedule:
     pipelined: bool = False
 
     def spec(self, target: str) -> KernelSpec:
-        return KernelSpec(self.file, tuple(launch.entry for launch in self.launches), target)
+        """The file with all its entries: schedules that share it share the build."""
+        entries = [
+            launch.entry
+            for schedule in SCHEDULES.values()
+            if schedule.file == self.file
+            for launch in schedule.launches
+        ]
+        return KernelSpec(self.file, tuple(dict.fromkeys(entries)), target)
 
 
 PORTABLE = Schedule(
@@ -83,6 +90,13 @@ HOPPER = Schedule(
     (Launch("kda_prepare", 128, 35968), Launch("kda_recurrence", 160, 96256)),
     (9,),
 )
+#: For so few chains that most have an SM to themselves.
+HOPPER_SINGLE = Schedule(
+    "hopper_single",
+    "sm90/kda_prefill.cu",
+    (Launch("kda_prepare", 128, 35968), Launch("kda_recurrence_single", 160, 128000)),
+    (9,),
+)
 PIPELINE = Schedule(
     "pipeline",
     "sm90/kda_pipeline.cu",
@@ -90,13 +104,14 @@ PIPELINE = Schedule(
     (9,),
     pipelined=True,
 )
-SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE, HOPPER, PIPELINE)}
+SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE, HOPPER, HOPPER_SINGLE, PIPELINE)}
 
 
 def compile_specs(target: str) -> list[KernelSpec]:
     """Everything that ships for a target, buildable without a GPU."""
     major = arch_named(target).cc[0]
-    return [s.spec(target) for s in SCHEDULES.values() if major in s.capabilities]
+    specs = [s.spec(target) for s in SCHEDULES.values() if major in s.capabilities]
+    return list(dict.fromkeys(specs))
 
 
 class _Frame(threading.local):
