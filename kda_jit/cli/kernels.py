@@ -86,6 +86,7 @@ def build(
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("target")
+    table.add_column("file", overflow="fold")
     table.add_column("kernel", overflow="fold")
     for heading in ("registers", "spill bytes", "static smem", "seconds"):
         table.add_column(heading, justify="right")
@@ -96,7 +97,7 @@ def build(
             try:
                 _add_rows(table, compile_spec(spec, fresh=fresh))
             except CompileError as error:
-                table.add_row(spec.target, spec.name, "failed", style="red")
+                table.add_row(spec.target, spec.file, spec.name, "failed", style="red")
                 failures.append(error)
     console.print(table)
     return failures
@@ -110,7 +111,8 @@ def show_failures(console: Console, failures: Iterable[CompileError]) -> None:
 
 
 def _add_rows(table: Table, result: Compiled) -> None:
-    """A line per entry; the seconds, which are the file's, stand on the first."""
+    """A line per entry; what is the file's stands on the first."""
+    file = result.spec.file
     seconds = f"{result.seconds:.2f}" + (" cached" if result.from_cache else "")
     for name in result.entries:
         numbers = ("", "", "")  # PTX: only the driver knows
@@ -121,5 +123,5 @@ def _add_rows(table: Table, result: Compiled) -> None:
                 f"[red]{spilt}[/red]" if spilt else "0",
                 str(taken.smem_static),
             )
-        table.add_row(result.spec.target, name, *numbers, seconds)
-        seconds = ""
+        table.add_row(result.spec.target, file, name, *numbers, seconds)
+        file = seconds = ""
