@@ -115,7 +115,7 @@ def test_readme_table_is_the_newest_run_of_each_gpu(generate, tmp_path):
     )
     assert "RTX 4090" in section
     assert (
-        "| case | us | vs fla |\n|---|---:|---:|\n| `one` | 412 | 1.9x |\n| `two` | 5.2 |  |"
+        "| case | us | vs fla |\n|---|---:|---:|\n| `one` | 412 | 1.94x |\n| `two` | 5.2 |  |"
         in section
     )
 
