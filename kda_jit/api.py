@@ -124,7 +124,7 @@ def prefill(
     return p.out, p.final_state
 
 
-#: (backend asked for, device index, dtypes, K, V, bounded, misaligned, far) -> the backend that runs.
+#: (backend asked for, device index, dtypes, K, V, bounded, misaligned, far) -> what runs it.
 _runners: dict[tuple[object, ...], Backend] = {}
 
 

@@ -127,7 +127,8 @@ def make_problem(
 
     Raises InputError (shape, stride, value, aliasing), InputTypeError (dtype, not a tensor),
     DeviceError (tensors on several devices) or GradError. Allocates ``out`` and ``final_state``
-    last, and only where the caller gave none; copies ``A_log`` and ``dt_bias`` only if strided or (the latter) misaligned.
+    last, and only where the caller gave none; copies ``A_log`` and ``dt_bias`` only if strided, or
+    the latter if misaligned.
     """
     tensors = (
         q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, checkpoint_state,
