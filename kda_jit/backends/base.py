@@ -89,7 +89,7 @@ def record_launch(record: LaunchRecord) -> None:
 
 
 def last_launch() -> LaunchRecord | None:
-    """What the last prefill of this thread ran; None before the first.
+    """What the last call of this thread ran; None before the first.
 
     A call without a token launches nothing and records ``LaunchRecord("none")``.
     """

@@ -25,6 +25,7 @@ from kda_jit.errors import CaptureError
 
 if TYPE_CHECKING:
     from kda_jit.contract import KdaProblem
+    from kda_jit.contract.recurrent import RecurrentProblem
     from kda_jit.workspace import Workspace
 
 #: Tokens per chunk: the checkpoint granule, so that a checkpoint is a state between two chunks.
@@ -103,7 +104,7 @@ def _prepare(p: KdaProblem, row: int, start: int, stop: int, size: int) -> _Chun
 
     Rows past the end have k = 0, beta = 0 and no decay, so they leave the state as it is.
     """
-    dtype = _arithmetic(p)
+    dtype = arithmetic(p)
     live = stop - start
 
     def load(x: Tensor, dtype: torch.dtype = dtype) -> Tensor:
@@ -114,12 +115,12 @@ def _prepare(p: KdaProblem, row: int, start: int, stop: int, size: int) -> _Chun
 
     # Squares in float64: those of large finite inputs overflow float32.
     group = p.HV // p.H
-    q = _l2norm(load(p.q, torch.float64)).to(dtype).repeat_interleave(group, 1)
-    k = _l2norm(load(p.k, torch.float64)).to(dtype).repeat_interleave(group, 1)
+    q = l2norm(load(p.q, torch.float64)).to(dtype).repeat_interleave(group, 1)
+    k = l2norm(load(p.k, torch.float64)).to(dtype).repeat_interleave(group, 1)
     q *= p.scale
     v = load(p.v)
     valid = (torch.arange(size * CHUNK, device=q.device) < live).view(size, 1, CHUNK, 1)
-    g = torch.where(valid, _gate(p, load(p.g)), 0.0)
+    g = torch.where(valid, gate(p, load(p.g)), 0.0)
     beta = torch.where(valid, torch.sigmoid(load(p.beta)).unsqueeze(-1), 0.0)
 
     # Log decay from token j to token i > j: summed from j on, and not as a difference of two sums
@@ -145,13 +146,13 @@ def _prepare(p: KdaProblem, row: int, start: int, stop: int, size: int) -> _Chun
     )
 
 
-def _arithmetic(p: KdaProblem) -> torch.dtype:
+def arithmetic(p: KdaProblem | RecurrentProblem) -> torch.dtype:
     return torch.float64 if p.q.dtype is torch.float64 else torch.float32
 
 
 def _initial_state(p: KdaProblem, slot: int, keep: bool) -> Tensor:
     """[HV, V, K], a copy in the dtype of the arithmetic. Zero is selected, never multiplied."""
-    dtype = _arithmetic(p)
+    dtype = arithmetic(p)
     if p.initial_state is None or slot < 0 or not keep:
         return torch.zeros(p.HV, p.V, p.K, dtype=dtype, device=p.device)
     return p.initial_state[slot].to(dtype, copy=True)
@@ -167,12 +168,12 @@ def _groups(begin: int, end: int) -> Iterator[tuple[int, int]]:
         i += 1
 
 
-def _l2norm(x: Tensor) -> Tensor:
+def l2norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
 
 
-def _gate(p: KdaProblem, g_raw: Tensor) -> Tensor:
-    """[G, HV, C, K] raw logits -> log decay. Saturates to -inf (a decay of 0), never to NaN."""
+def gate(p: KdaProblem | RecurrentProblem, g_raw: Tensor) -> Tensor:
+    """[..., HV, C, K] raw logits -> log decay. Saturates to -inf (a decay of 0), never to NaN."""
     dtype = g_raw.dtype
     rate = p.A_log.to(dtype).exp().clamp_max(torch.finfo(dtype).max).view(p.HV, 1, 1)
     x = g_raw + p.dt_bias.view(p.HV, 1, p.K)

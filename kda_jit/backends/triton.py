@@ -98,12 +98,12 @@ class TritonBackend:
         config = config_for(p.K, p.V, p.q.dtype)
         slots = p.T // CHUNK + p.N if p.is_varlen else p.B * -(-p.T // CHUNK)
         stages, totals = _scratch(slots * p.HV, config, p.device, workspace)
-        q_batch, q_token = _strides(p.q)
-        k_batch, k_token = _strides(p.k)
-        g_batch, g_token = _strides(p.g)
-        beta_batch, beta_token = _strides(p.beta)
-        v_batch, v_token = _strides(p.v)
-        out_batch, out_token = _strides(p.out)
+        q_batch, q_token = strides(p.q)
+        k_batch, k_token = strides(p.k)
+        g_batch, g_token = strides(p.g)
+        beta_batch, beta_token = strides(p.beta)
+        v_batch, v_token = strides(p.v)
+        out_batch, out_token = strides(p.out)
         with _ColdCaptureGuard(p.device):
             kda_prepare[(slots * p.HV,)](
                 p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, p.cu_seqlens, stages, totals,
@@ -128,7 +128,7 @@ class TritonBackend:
         record_launch(LaunchRecord(self.name, ("kda_prepare", "kda_recurrence")))
 
 
-def _strides(x: Tensor) -> tuple[int, int]:
+def strides(x: Tensor) -> tuple[int, int]:
     """Elements from row to row of the batch and from token to token.
 
     The batch stride of a single row is 0: it would only make Triton compile again for its size.
@@ -171,7 +171,9 @@ class _ColdCaptureGuard:
     it: Triton's cache hook is set for the duration, and acts for this thread alone.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, function: str = "prefill") -> None:
+        """function  the public one that was called"""
+        self._function = function
         self._capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         self._knobs: Any = None
         self._previous: Any = None
@@ -187,7 +189,7 @@ class _ColdCaptureGuard:
 
         def refuse(*args: Any, **kwargs: Any) -> bool | None:
             if threading.get_ident() == owner:
-                _refuse_cold_capture()
+                _refuse_cold_capture(self._function)
             return None if previous is None else previous(*args, **kwargs)
 
         knobs.runtime.jit_cache_hook = refuse
@@ -197,9 +199,10 @@ class _ColdCaptureGuard:
             self._knobs.jit_cache_hook = self._previous
 
 
-def _refuse_cold_capture() -> NoReturn:
+def _refuse_cold_capture(function: str) -> NoReturn:
+    warmup = "kda_jit.warmup(...), or " if function == "prefill" else ""
     raise CaptureError(
-        "prefill: expected the Triton kernels of this call to be compiled before a CUDA graph is "
-        "captured, got a first call inside the capture. Call kda_jit.warmup(...), or prefill once "
-        "with tensors of the same dtypes, strides and options, before the capture."
+        f"{function}: expected the Triton kernels of this call to be compiled before a CUDA graph "
+        f"is captured, got a first call inside the capture. Call {warmup}{function} once with "
+        "tensors of the same dtypes, strides and options, before the capture."
     )

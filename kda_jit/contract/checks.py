@@ -243,6 +243,6 @@ def check_grad(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
     found = [name for name, x in zip(names, tensors) if x is not None and x.requires_grad]
     if found:
         raise GradError(
-            f"{', '.join(found)}: expected requires_grad=False, got True. Prefill is forward only: "
+            f"{', '.join(found)}: expected requires_grad=False, got True. This is forward only: "
             "call it under torch.no_grad(), or detach the tensor."
         )

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1 leaves nothing to compile", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from kda_jit.backends.triton import config_for
+from kda_jit.triton_kernels.prefill import kda_prepare, kda_recurrence
+from tests.compile.triton_aot import NAMES, SHARED_BYTES, build, resources
 
-from kda_jit.backends.triton import config_for  # noqa: E402
-from kda_jit.triton_kernels.prefill import kda_prepare, kda_recurrence  # noqa: E402
-
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-#: What one block may take on sm_86, sm_89 and sm_12x, the least of all: one table serves every GPU.
-SHARED_BYTES = 99 << 10
 HEADS = [
     (128, 128, torch.bfloat16),
     (128, 128, torch.float32),
@@ -38,23 +31,6 @@ HEADS = [
 @pytest.fixture(autouse=True)
 def cold_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
-def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], sm: int, **options: int):
-    """Compiles as a launch would: aligned pointers and strides, but for those never looked at."""
-    signature, fixed, attributes = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        name = parameter.name
-        if name in constants:
-            signature[name] = "constexpr"
-            fixed[(i,)] = constants[name]
-            continue
-        signature[name] = types.get(name, "i32")
-        aligned = signature[name][0] == "*" and not parameter.do_not_specialize_on_alignment
-        if aligned or (name.endswith("_stride") and not parameter.do_not_specialize):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, fixed, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
 def build_prepare(
@@ -95,27 +71,6 @@ def build_recurrence(
         kda_recurrence, types, constants, sm,
         num_warps=config.recurrence_warps, num_stages=config.recurrence_stages,
     )  # fmt: skip
-
-
-def resources(kernel: Any, sm: int) -> tuple[int, int]:
-    """(registers, bytes of spill stores), from ptxas over the kernel's PTX."""
-    backend = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    ptx = kernel.asm["ptx"]
-    target = re.search(r"\.target (\w+)", ptx)
-    assert target is not None
-    ptxas = backend / ("ptxas-blackwell" if sm >= 100 else "ptxas")
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        log = subprocess.run(
-            [ptxas, "-v", f"-arch={target[1]}", file.name, "-o", os.devnull],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
-    registers = re.search(r"Used (\d+) registers", log)
-    spills = re.search(r"(\d+) bytes spill stores", log)
-    assert registers is not None
-    assert spills is not None
-    return int(registers[1]), int(spills[1])
 
 
 @pytest.mark.parametrize("K, V, dtype", HEADS)
