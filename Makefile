@@ -31,7 +31,8 @@ endif
 EXTRA ?= $(shell nvidia-smi 2>/dev/null | grep -qE 'CUDA( UMD)? Version: *(1[3-9]|[2-9][0-9])' \
            && echo cuda13 || echo cuda12)
 
-TRITON_TESTS = $(wildcard tests/test_backend_triton.py tests/test_prefill_properties.py)
+TRITON_TESTS = $(wildcard tests/test_backend_triton.py tests/test_prefill_properties.py \
+                 tests/test_recurrent.py tests/test_recurrent_triton.py tests/test_pack_triton.py)
 RUN_TESTS = OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .PHONY: demo test test-gpu lint no-lint format compile bench docs clean
@@ -47,7 +48,7 @@ test: $(READY) $(LINT)
 
 test-gpu: $(READY)
 	$(PY) -m pytest tests/gpu
-	$(PY) -m pytest tests/test_prefill_properties.py -k "cuda or triton"
+	$(PY) -m pytest tests/test_prefill_properties.py tests/test_recurrent.py -k "cuda or triton"
 
 lint: $(READY)
 	$(PY) -m ruff check .

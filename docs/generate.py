@@ -7,6 +7,8 @@ environment.md   from the table in kda_jit/settings.py
 cli.md           from the commands of kda_jit/cli
 README.md        the table between the bench markers, from benchmarks/results/*.json: for each GPU
                  the newest run file's, and nothing where there is no file
+conformance.md   the laws, regimes and faults of kda_jit/testing, and what `kda-jit verify` found:
+                 of each subject and device the newest of benchmarks/results/conformance-*.json
 
 A run file is one json object:
 
@@ -29,7 +31,22 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed, too
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+CONFORMANCE = "conformance-"  # how reports of kda-jit verify begin their names
 GENERATED = "<!-- written by docs/generate.py; edit the code it describes instead -->\n\n"
+
+CONFORMANCE_INTRODUCTION = """\
+`kda-jit verify` tries the laws below on a prefill, ours or anybody's: a backend by its name,
+FlashKDA or fla through the adapters of the benchmarks (`peer:flashkda`, `peer:fla`), or a function
+of yours with the arguments of `kda_jit.prefill` (`module:function`; what its signature does not
+name, or what it answers with NotImplementedError, is not tried). Each law is tried on each kind of
+numbers where it says something, and every run checks which backend ran. The bodies of the laws are
+in `kda_jit/testing/laws.py`. They hold for the float64 reference first: a law that it breaks is a
+wrong law. Which kinds of faults people met, and what covers each, is in
+[field-coverage.md](field-coverage.md).
+"""
+FAULTS_INTRODUCTION = """\
+A law that has never failed is not known to work. So each of these faults was put into the torch
+backend, and `tests/test_faults.py` asserts which laws notice it."""
 
 # key in a run file's row -> (heading, how a value is written)
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -54,6 +71,8 @@ def bench_section(results: Path) -> str:
     """Markdown for the newest run file of each GPU under `results`; empty where there is none."""
     newest: dict[str, dict[str, Any]] = {}
     for path in sorted(results.glob("*.json")):
+        if path.name.startswith(CONFORMANCE):
+            continue
         run = json.loads(path.read_text())
         if missing := {"gpu", "date", "commit", "rows"} - run.keys():
             raise SystemExit(f"{path}: not a run file, lacks {', '.join(sorted(missing))}")
@@ -113,12 +132,47 @@ def command_line() -> str:
     return "".join(parts)
 
 
+def conformance(results: Path) -> str:
+    """The page of laws: what they are, which faults they notice, and who was found to hold them."""
+    from kda_jit.testing import REGIMES
+    from kda_jit.testing.faults import FAULTS
+    from kda_jit.testing.laws import EVERY, LAWS
+    from kda_jit.testing.verify import LEGEND, from_json, markdown
+
+    parts = ["# Conformance\n\n" + GENERATED + CONFORMANCE_INTRODUCTION.rstrip()]
+    laws = [[f"`{law.name}`", law.about] for law in LAWS.values()]
+    parts.append("## Laws\n\n" + table(["law", "says"], laws))
+    regimes = [[f"`{name}`", REGIMES[name].about] for name in EVERY]
+    parts.append("## Regimes\n\n" + table(["regime", "numbers"], regimes))
+    faults = [
+        [f"`{fault.name}`", fault.about, ", ".join(f"`{name}`" for name in fault.caught_by)]
+        for fault in FAULTS.values()
+    ]
+    parts.append(
+        f"## Faults that the laws notice\n\n{FAULTS_INTRODUCTION}\n\n"
+        + table(["fault", "what the faulty kernel does", "noticed by"], faults)
+    )
+    newest: dict[tuple[str, str], tuple[Any, str]] = {}
+    for path in sorted(results.glob(f"{CONFORMANCE}*.json")):
+        report = from_json(json.loads(path.read_text()))
+        key = (report.subject, report.device)
+        if key not in newest or report.head["date"] >= newest[key][0].head["date"]:
+            newest[key] = (report, path.name)
+    if newest:
+        parts.append(f"## Found\n\nIn the tables: {LEGEND}.")
+    for report, name in (newest[key] for key in sorted(newest)):
+        file = f"[Report](../benchmarks/results/{name})."
+        parts.append(markdown(report, "###", legend=False).rstrip() + "\n\n" + file)
+    return "\n\n".join(parts) + "\n"
+
+
 def pages() -> dict[Path, str]:
     """Every generated file and what it should say."""
     front = ROOT / "README.md"
     return {
         ROOT / "docs" / "environment.md": environment(),
         ROOT / "docs" / "cli.md": command_line(),
+        ROOT / "docs" / "conformance.md": conformance(ROOT / "benchmarks" / "results"),
         front: readme(front.read_text(), ROOT / "benchmarks" / "results"),
     }
 

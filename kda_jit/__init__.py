@@ -19,10 +19,20 @@ from kda_jit.errors import (
     KdaError,
     LaunchError,
     NoBackendError,
+    OutputConflictError,
     WorkspaceError,
 )
+from kda_jit.layer import KDACore, StepRecord
+from kda_jit.recurrent import recurrent
 from kda_jit.resolver import Resolution, resolve_backend
-from kda_jit.workspace import Spec, Workspace, planned_bytes, workspace_specs
+from kda_jit.step import StepMetadata
+from kda_jit.workspace import (
+    Spec,
+    Workspace,
+    WorkspaceLanes,
+    planned_bytes,
+    workspace_specs,
+)
 
 __all__ = [
     "BackendNameError",
@@ -32,18 +42,24 @@ __all__ = [
     "GradError",
     "InputError",
     "InputTypeError",
+    "KDACore",
     "KdaError",
     "LaunchError",
     "LaunchRecord",
     "NoBackendError",
+    "OutputConflictError",
     "Resolution",
     "Spec",
+    "StepMetadata",
+    "StepRecord",
     "Workspace",
     "WorkspaceError",
+    "WorkspaceLanes",
     "__version__",
     "last_launch",
     "planned_bytes",
     "prefill",
+    "recurrent",
     "resolve_backend",
     "warmup",
     "workspace_specs",

@@ -8,6 +8,7 @@
     ├── NoBackendError    (RuntimeError)   the asked backend cannot run; lists every unmet condition
     ├── GradError         (RuntimeError)   a tensor requires grad; this package is forward only
     ├── WorkspaceError    (RuntimeError)   a locked workspace was asked to grow, or a plan exceeded
+    ├── OutputConflictError (RuntimeError) a step would write an output row twice, or not at all
     ├── CaptureError      (RuntimeError)   a first call (compile, load) inside a CUDA graph capture
     ├── CompileError      (RuntimeError)   NVRTC refused a kernel, or is not there
     └── LaunchError       (RuntimeError)   the CUDA driver refused to load or launch a kernel
@@ -49,6 +50,10 @@ class GradError(KdaError, RuntimeError):
 
 class WorkspaceError(KdaError, RuntimeError):
     """A workspace was asked for more than it holds or was planned for."""
+
+
+class OutputConflictError(KdaError, RuntimeError):
+    """Parts of a layer's step would write one row of its output twice, or leave one out."""
 
 
 class CaptureError(KdaError, RuntimeError):

@@ -74,9 +74,9 @@ def resolve_backend(
     return resolve(query, backend)
 
 
-def resolve(query: Query, backend: str = "auto") -> Resolution:
-    """The same for a query that is ready."""
-    name, source = asked_backend(backend)
+def resolve(query: Query, backend: str = "auto", argument: str = "backend") -> Resolution:
+    """The same for a query that is ready; `argument` is what errors call `backend`."""
+    name, source = asked_backend(backend, argument)
     if name == "auto":
         return _first_that_can(query)
     reasons = rejections(name, query)
@@ -89,17 +89,18 @@ def resolve(query: Query, backend: str = "auto") -> Resolution:
     return Resolution(name, {other: asked for other in ORDER if other != name})
 
 
-def asked_backend(backend: str) -> tuple[str, str]:
+def asked_backend(backend: str, argument: str = "backend") -> tuple[str, str]:
     """(a name in ``ORDER`` or "auto", where it was asked for). An explicit argument wins."""
     if not isinstance(backend, str):
-        raise InputTypeError(f"backend: expected a str, got {type(backend).__name__} {backend!r}.")
-    return _parse(backend, settings.backend() if backend == "auto" else "")
+        kind = type(backend).__name__
+        raise InputTypeError(f"{argument}: expected a str, got {kind} {backend!r}.")
+    return _parse(backend, argument, settings.backend() if backend == "auto" else "")
 
 
 @lru_cache(maxsize=64)
-def _parse(argument: str, variable: str) -> tuple[str, str]:
-    asked, source = argument, f"backend={argument!r}"
-    if argument == "auto" and variable != "auto":
+def _parse(backend: str, argument: str, variable: str) -> tuple[str, str]:
+    asked, source = backend, f"{argument}={backend!r}"
+    if backend == "auto" and variable != "auto":
         asked, source = variable, f"{settings.BACKEND.name}={variable}"
     name = ALIASES.get(asked, asked)
     if name != "auto" and name not in ORDER:

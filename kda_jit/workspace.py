@@ -195,6 +195,10 @@ class Workspace:
         self._locks += 1
         return _Unlock(self)
 
+    def lane(self, index: int, *, caller: str = "lane") -> Workspace:
+        """This workspace, the only lane there is; see `WorkspaceLanes`."""
+        return _pick_lane((self,), index, caller)
+
     # -- what api and backends do ----------------------------------------------------------------
 
     def acquire(self, device: torch.device, stream: int, capturing: bool) -> None:
@@ -333,6 +337,62 @@ class Workspace:
                 "other's scratch: build one Workspace per stream, or pass workspace=None."
             )
         self._stream = stream
+
+
+class WorkspaceLanes:
+    """Workspaces of one plan, for work that is in flight at the same time: all allocated now.
+
+    A lane belongs to one stream, or to one of the micro-batches that take turns on a stream. Work
+    in different lanes never meets; within a lane it is ordered as in any workspace.
+
+    specs, device, allocator   of each lane, as for :class:`Workspace`
+    lanes                      how many
+
+    They take ``lanes * planned_bytes(specs)`` bytes.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, Spec],
+        device: torch.device | str,
+        lanes: int = 1,
+        allocator: Allocator | None = None,
+    ) -> None:
+        if isinstance(lanes, bool) or not isinstance(lanes, int):
+            raise InputTypeError(f"lanes: expected an int, got {type(lanes).__name__} {lanes!r}.")
+        if lanes < 1:
+            raise InputError(f"lanes: expected at least 1, got {lanes}.")
+        self._lanes = tuple(Workspace(specs, device, allocator) for _ in range(lanes))
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def device(self) -> torch.device | None:
+        return self._lanes[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all lanes together."""
+        return sum(lane.nbytes for lane in self._lanes)
+
+    def lane(self, index: int, *, caller: str = "lane") -> Workspace:
+        """The workspace of one lane; a WorkspaceError names the caller where it was not planned."""
+        return _pick_lane(self._lanes, index, caller)
+
+    def reserve(self, sizes: Mapping[str, int], *, caller: str = "reserve") -> None:
+        """`Workspace.reserve` on every lane."""
+        for lane in self._lanes:
+            lane.reserve(sizes, caller=caller)
+
+
+def _pick_lane(lanes: tuple[Workspace, ...], index: int, caller: str) -> Workspace:
+    if not 0 <= index < len(lanes):
+        raise WorkspaceError(
+            f"workspace: expected {caller} to use one of the lanes planned, {len(lanes)}, counted "
+            f"from 0, got lane {index}. Plan one lane per stream or micro-batch in WorkspaceLanes."
+        )
+    return lanes[index]
 
 
 class _Unlock(AbstractContextManager[None]):

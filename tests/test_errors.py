@@ -17,6 +17,7 @@ BUILT_IN = {
     "NoBackendError": RuntimeError,
     "GradError": RuntimeError,
     "WorkspaceError": RuntimeError,
+    "OutputConflictError": RuntimeError,
     "CaptureError": RuntimeError,
     "CompileError": RuntimeError,
     "LaunchError": RuntimeError,

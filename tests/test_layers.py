@@ -15,9 +15,12 @@ LAYERS = [
     ["contract"],
     ["backends", "triton_kernels"],
     ["resolver"],
-    ["api", "mixed_batch", "core", "warmup", "ops", "compat"],
+    ["pack", "step"],
+    ["api", "recurrent", "layer", "mixed_batch", "core", "warmup", "ops", "compat"],
     [""],  # the package itself: the public names
-    ["testing", "bench", "demo"],
+    ["testing"],
+    ["bench", "demo"],
+    ["testing.verify"],  # tries peers, too, through their adapters of the benchmarks
     ["cli", "__main__"],
 ]
 MODULES = sorted(PACKAGE.rglob("*.py"))

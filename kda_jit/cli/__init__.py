@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from . import demo, kernels, machine, prefill
+from . import demo, kernels, machine, prefill, verify
 
 app = typer.Typer(
     name="kda-jit",
@@ -22,6 +22,7 @@ app.command()(machine.explain)
 app.command()(kernels.compile)
 app.add_typer(kernels.cache, name="cache")
 app.command()(prefill.run)
+app.command()(verify.verify)
 app.command()(demo.demo)
 
 

@@ -8,12 +8,15 @@
     out, final_state = kda_jit.prefill(*x.args, **x.kwargs)
     assert_close("out", out, want.out, Limit(plain_loss(x).out), cu_seqlens=x.cu_seqlens, case=case)
 
+`kda_jit.testing.laws` holds what every prefill obeys, `kda_jit.testing.verify` a run of all of it
+(the command `kda-jit verify`), and `kda_jit.testing.faults` faults to try the laws on.
 `kda_jit.testing.strategies` needs Hypothesis and is therefore imported by name.
 """
 
 from .cases import REGIMES, TABLE_ROWS, Case, Inputs
 from .numeric import (
     Limit,
+    Mismatch,
     PlainLoss,
     Worst,
     assert_close,
@@ -22,7 +25,8 @@ from .numeric import (
     worst_block_error,
     worst_state_error,
 )
-from .oracle import run_reference
+from .oracle import run_recurrent_reference, run_reference
+from .steps import Step
 
 __all__ = [
     "REGIMES",
@@ -30,11 +34,14 @@ __all__ = [
     "Case",
     "Inputs",
     "Limit",
+    "Mismatch",
     "PlainLoss",
+    "Step",
     "Worst",
     "assert_close",
     "plain_loss",
     "relative_rms",
+    "run_recurrent_reference",
     "run_reference",
     "worst_block_error",
     "worst_state_error",

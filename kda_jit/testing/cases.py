@@ -7,6 +7,7 @@ A failing test prints its case; pasted into a notebook, the print is the reprodu
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from math import log
@@ -51,6 +52,10 @@ class Case:
         if not self.packed and (len(set(self.lengths)) > 1 or self.padding):
             raise ValueError("lengths: a dense batch has sequences of one length and no padding.")
 
+    def replace(self, **changes: Any) -> Case:
+        """A copy that differs in these fields."""
+        return replace(self, **changes)
+
     def __repr__(self) -> str:
         """Only what differs from the defaults, but always seed, lengths and heads."""
         shown = [
@@ -59,6 +64,22 @@ class Case:
             if f.name in ("seed", "lengths", "heads") or getattr(self, f.name) != f.default
         ]
         return f"Case({', '.join(shown)})"
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """The case that prints as `text`; raises ValueError for anything else."""
+        try:
+            call = ast.parse(text.strip(), mode="eval").body
+            if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "Case"):
+                raise ValueError(text)
+            if call.args or any(keyword.arg is None for keyword in call.keywords):
+                raise ValueError(text)
+            given = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+            return cls(**given)
+        except (SyntaxError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"case: expected one as it is printed, such as {cls()}, got {text!r} ({error})."
+            ) from None
 
     @property
     def HV(self) -> int:
@@ -274,9 +295,29 @@ def _repeated(d: _Draft, rng: _Rng) -> None:
     d.g = torch.full_like(d.g, -12.0)
 
 
+def _near_keys(d: _Draft, rng: _Rng) -> None:
+    for x in (d.q, d.k):
+        x *= 0.05
+        x += rng.normal(1, *x.shape[1:])
+    d.beta = torch.full_like(d.beta, 10.0)
+    d.g = -5.5 + 0.3 * d.g  # about -0.02
+
+
+def _blocks(d: _Draft, rng: _Rng) -> None:
+    _repeated(d, rng)
+    period = torch.arange(d.v.shape[0]) % 16
+    d.v = rng.normal(16, *d.v.shape[1:])[period]
+
+
 def _tiny(d: _Draft, rng: _Rng) -> None:
     d.q *= 1e-4
     d.k *= 1e-4
+
+
+def _zero(d: _Draft, rng: _Rng) -> None:
+    _slow(d, rng)  # or the state, to which nothing is added, would vanish below fp32
+    d.q = torch.zeros_like(d.q)
+    d.k = torch.zeros_like(d.k)
 
 
 def _zero_rows(d: _Draft, rng: _Rng) -> None:
@@ -297,6 +338,17 @@ def _huge(d: _Draft, rng: _Rng) -> None:
 def _large_state(d: _Draft, rng: _Rng) -> None:
     d.state *= 1e6  # elements of about 1e5
     d.g -= 4.0
+
+
+def _uneven(d: _Draft, rng: _Rng) -> None:
+    _random(d, rng)
+    d.v *= 10.0 ** rng.uniform(-3.0, 3.0, 1, d.v.shape[1], 1)
+    d.state *= 10.0 ** rng.uniform(-3.0, 3.0, *d.state.shape[:2], 1, 1)
+
+
+def _shallow(d: _Draft, rng: _Rng) -> None:
+    _random(d, rng)
+    d.lower_bound = -0.75
 
 
 def _unbounded(d: _Draft, rng: _Rng) -> None:
@@ -382,13 +434,24 @@ REGIMES: dict[str, Regime] = {
     "saturated_both": Regime("each gate fully open or fully closed", _saturated_both),
     "correlated": Regime("keys near one direction, beta 0.9, slow decay", _correlated),
     "repeated": Regime("one key (and query) for all tokens, beta near 1, no decay", _repeated),
+    "near_keys": Regime("keys 0.05 from one direction, beta 1, decay of 0.98", _near_keys),
+    "blocks": Regime("one key for all tokens, the same 16 values over and over", _blocks),
     "tiny": Regime("q and k of 1e-4, where the epsilon of l2norm matters", _tiny),
     "zero_rows": Regime("a quarter of the rows of q, k, v exactly zero", _zero_rows),
+    "zero": Regime("q and k exactly zero, slow decay: nothing is learnt", _zero),
     "huge": Regime("q, k of 1e4, v, gate and beta logits of 1e3", _huge),
     "large_state": Regime("initial state of 1e5", _large_state),
+    "uneven": Regime("values and states of 1e-3 to 1e3 from head to head", _uneven),
+    "shallow": Regime("a bounded gate whose bound is -0.75 and not -5", _shallow),
     "unbounded": Regime("softplus gate, memories of 1 to 1000s of tokens", _unbounded),
     "unbounded_real": Regime("softplus gate with exp(A_log) up to 200", _unbounded_real),
 } | {
     name: Regime(TABLE_ROWS[name], build)
     for name, build in zip(TABLE_ROWS, _TABLE_BUILDERS, strict=True)
 }
+
+#: Around the edges of every chunk size in use (16, 32, 64), and off them.
+EDGE_LENGTHS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 100, 130)
+#: Regimes of the softplus gate, and all others but the rows of the table (for long sequences).
+UNBOUNDED = ("unbounded", "unbounded_real")
+BOUNDED = tuple(name for name in REGIMES if name not in UNBOUNDED and name not in TABLE_ROWS)

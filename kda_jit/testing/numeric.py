@@ -38,6 +38,15 @@ class Worst(NamedTuple):
         return f"sequence {self.sequence}, head {self.head}{tail}"
 
 
+class Mismatch(AssertionError):
+    """Raised by `assert_close`: the worst block, and what it was allowed."""
+
+    def __init__(self, message: str, error: float, allowed: float) -> None:
+        super().__init__(message)
+        self.error = error
+        self.allowed = allowed
+
+
 class PlainLoss(NamedTuple):
     """Worst block errors of plain arithmetic in low precision, on given inputs."""
 
@@ -126,8 +135,8 @@ def assert_close(
     chunk: int = 64,
     per: Literal["chunk", "state"] | None = None,
     case: Case | None = None,
-) -> None:
-    """Raises AssertionError where the worst block of `got` errs by more than `limit`.
+) -> Worst:
+    """The worst block of `got`; raises Mismatch, an AssertionError, where it is beyond `limit`.
 
     per  "chunk": an output, [B, T, HV, V]; "state": states, [N, HV, V, K].
          None: "state" where `name` ends with "state".
@@ -139,13 +148,14 @@ def assert_close(
         worst = worst_block_error(got, want, cu_seqlens, chunk)
     allowed = limit.allowed if isinstance(limit, Limit) else limit
     if worst.error <= allowed:
-        return
+        return worst
     shown = str(limit) if isinstance(limit, Limit) else f"{limit:.1e}"
-    raise AssertionError(
+    words = (
         f"{name}: relative RMS error {worst.error:.1e} at {worst.place}; allowed {shown}\n"
         f"  worst element {list(worst.element)}: got {got[worst.element].item():.6g}, "
         f"want {want[worst.element].item():.6g}     {case if case is not None else ''}".rstrip()
     )
+    raise Mismatch(words, worst.error, allowed)
 
 
 def plain_loss(

@@ -6,16 +6,10 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from .cases import REGIMES, Case
+from .cases import BOUNDED, EDGE_LENGTHS, UNBOUNDED, Case
+from .laws import Law
 
-#: Around the edges of every chunk size in use (16, 32, 64), and off them.
-EDGE_LENGTHS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 100, 130)
-BOUNDED = tuple(
-    name
-    for name in REGIMES
-    if not name.startswith(("unbounded", "table_"))  # the table's rows are for long sequences
-)
-UNBOUNDED = ("unbounded", "unbounded_real")
+__all__ = ["BOUNDED", "EDGE_LENGTHS", "UNBOUNDED", "cases", "cases_for"]
 
 
 @st.composite
@@ -55,4 +49,15 @@ def cases(
         initial=draw(st.booleans()) if initial is None else initial,
         packed=packed,
         padding=draw(st.sampled_from((0, 0, 1, 16, 50))) if packed else 0,
+    )
+
+
+def cases_for(law: Law, *, unbounded: bool = False) -> st.SearchStrategy[Case]:
+    """Cases that a law is worth trying on, of the bounded gate or of the unbounded one."""
+    return cases(
+        max_sequences=law.sequences,
+        regimes=[name for name in law.regimes if (name in UNBOUNDED) == unbounded],
+        initial=law.initial,
+        grouped=law.grouped,
+        dense=not law.packed,
     )
