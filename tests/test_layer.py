@@ -544,6 +544,21 @@ def test_bad_metadata_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert words in refused(step, build(), monkeypatch, error)
 
 
+def test_one_metadata_serves_layers_of_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes are looked at once per kind of layer; contents, which may change, every time."""
+    step = Step("mixed")
+    core = build()
+    step.run(core)
+    step.run(build(decodes_apart=False))
+    assert step.metadata.spec_token_indx is not None
+    step.metadata.spec_token_indx[0] = 4
+    with pytest.raises(InputError, match="expected each token once"):
+        step.run(core)
+    step.out.fill_(NAN)
+    said = refused(step, build(max_num_batched_tokens=9), monkeypatch, WorkspaceError)
+    assert "max_num_batched_tokens = 9, as planned, got 10" in said
+
+
 def test_checkpoints_that_were_not_planned_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = {"checkpoint_offsets": at(0, 0), "checkpoint_state": torch.zeros(2, HV, D, D)}
     step = Step("prefill").change(**saved)
