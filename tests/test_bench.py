@@ -480,7 +480,7 @@ def test_saved_run_is_what_the_readme_is_made_from(a_run, tmp_path):
     spec.loader.exec_module(generate)
     section = generate.bench_section(path.parent)
     assert "H200, L2 cold, medians; commit 1a2b3c4, 2026-01-02" in section
-    assert "| `one` | 123 | 2.12 | 50 % | 2.0x | 3.1e-03 |" in section
+    assert "| `one` | 123 | 2.12 | 50 % | 2.00x | 3.1e-03 |" in section
 
 
 # --- command ----------------------------------------------------------------------------------

@@ -126,6 +126,35 @@ def test_a_file_that_is_no_run_file_is_refused(generate, tmp_path):
         generate.bench_section(tmp_path)
 
 
+def test_conformance_page_shows_the_newest_report_of_each_subject_and_device(generate, tmp_path):
+    from kda_jit.testing import verify
+    from kda_jit.testing.laws import LAWS
+    from kda_jit.testing.runner import Runner
+
+    runner = Runner("torch", torch.device("cpu"))
+    report = verify.verify(runner, laws=["split"], regimes=["slow"], examples=1)
+    for name, date, subject in [
+        ("a", "2026-01-02", "torch"), ("b", "2026-01-01", "torch"), ("c", "2026-01-01", "other"),
+    ]:  # fmt: skip
+        path = tmp_path / f"conformance-{name}.json"
+        verify.save(report, path)
+        run = json.loads(path.read_text()) | {"date": date, "subject": subject}
+        path.write_text(json.dumps(run))
+    page = generate.conformance(tmp_path)
+    assert "### torch on CPU: every law holds" in page
+    assert "### other on CPU: every law holds" in page
+    assert "conformance-a.json" in page
+    assert "conformance-b.json" not in page
+    assert [name for name in LAWS if f"| `{name}` |" not in page] == []
+    assert generate.bench_section(tmp_path) == "", "a report of laws is no run of benchmarks"
+
+
+def test_conformance_page_without_reports_has_the_laws_alone(generate, tmp_path):
+    page = generate.conformance(tmp_path)
+    assert "## Faults that the laws notice" in page
+    assert "## Found" not in page
+
+
 def cells(backend):
     """The row of a backend in README's table of what runs where, without its name."""
     (row,) = re.findall(rf"^\| `{backend}`.*$", (ROOT / "README.md").read_text(), re.M)
