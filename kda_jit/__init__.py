@@ -5,6 +5,7 @@
 Importing this touches neither CuPy, Triton nor a GPU.
 """
 
+from kda_jit import reference
 from kda_jit._version import __version__
 from kda_jit.api import prefill, warmup
 from kda_jit.backends.base import LaunchRecord, last_launch
@@ -60,6 +61,7 @@ __all__ = [
     "planned_bytes",
     "prefill",
     "recurrent",
+    "reference",
     "resolve_backend",
     "warmup",
     "workspace_specs",

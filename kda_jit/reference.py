@@ -51,8 +51,9 @@ def l2norm(x: Tensor) -> Tensor:
 def gate(g_raw: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
     """Raw gate logits [..., HV, K] -> log decay per token and channel, at most 0, same shape."""
     heads, K = g_raw.shape[-2:]
-    rate = A_log.to(g_raw.dtype).reshape(heads, 1).exp()
-    x = g_raw + dt_bias.to(g_raw.dtype).reshape(heads, K)
+    most = torch.finfo(g_raw.dtype).max  # an infinite factor would make NaN of a zero one
+    rate = A_log.to(g_raw.dtype).reshape(heads, 1).exp().clamp_max(most)
+    x = (g_raw + dt_bias.to(g_raw.dtype).reshape(heads, K)).clamp(-most, most)
     if lower_bound is None:
         return -rate * torch.nn.functional.softplus(x)
     return lower_bound * torch.sigmoid(rate * x)

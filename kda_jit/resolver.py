@@ -16,13 +16,13 @@ import torch
 
 from kda_jit import settings
 from kda_jit.backends.base import Backend, Query, device_capability
-from kda_jit.errors import BackendNameError, InputTypeError, NoBackendError
+from kda_jit.contract.checks import FLOATS, check_lower_bound
+from kda_jit.errors import BackendNameError, InputError, InputTypeError, NoBackendError
 
 #: Names in the order in which "auto" tries them. The last accepts everything.
 ORDER = ("cuda", "triton", "torch")
 #: Other names of the same backends.
 ALIASES = {"flashkda": "cuda"}
-_CLASSES = {"cuda": "CudaBackend", "triton": "TritonBackend", "torch": "TorchBackend"}
 
 
 class Resolution(NamedTuple):
@@ -57,6 +57,14 @@ def resolve_backend(
     Raises BackendNameError for an unknown name; NoBackendError, listing every unmet condition, when
     the backend asked for by name cannot run.
     """
+    if lower_bound is not None:
+        lower_bound = check_lower_bound(lower_bound)
+    for name, size in (("head_dim", head_dim), ("value_head_dim", value_head_dim)):
+        if size is not None and (type(size) is not int or size < 1):
+            raise InputError(f"{name}: expected an int of at least 1, got {size!r}.")
+    for name, kind in (("dtype", dtype), ("g_dtype", g_dtype), ("beta_dtype", beta_dtype)):
+        if kind not in (*FLOATS, None):
+            raise InputTypeError(f"{name}: expected one of {FLOATS}, got {kind!r}.")
     place = torch.device(device)
     if place.type == "cuda" and place.index is None:
         current = torch.cuda.current_device() if torch.cuda.is_available() else 0
@@ -127,7 +135,8 @@ def explain(query: Query) -> dict[str, tuple[str, ...]]:
 @lru_cache(maxsize=len(ORDER))
 def get_backend(name: str) -> Backend:
     """The one instance of a backend; ``name`` is one of ``ORDER``."""
-    backend: Backend = getattr(import_module(f"kda_jit.backends.{name}"), _CLASSES[name])()
+    module = import_module(f"kda_jit.backends.{name}")
+    backend: Backend = getattr(module, f"{name.capitalize()}Backend")()
     return backend
 
 

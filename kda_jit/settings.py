@@ -79,7 +79,7 @@ def cache_dir() -> Path:
     """Folder that the user asks for, else the user's cache. It need not exist or be writable."""
     asked = CACHE_DIR.read()
     if asked:
-        return Path(asked).expanduser()
+        return Path(os.path.abspath(os.path.expanduser(asked)))
     # A relative XDG_CACHE_HOME is void by the XDG specification.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
@@ -100,10 +100,10 @@ def schedule() -> str:
 def kernels_src() -> Path | None:
     """Folder of CUDA sources that replaces the package's own, or None."""
     asked = KERNELS_SRC.read()
-    return Path(asked).expanduser() if asked else None
+    return Path(os.path.expanduser(asked)) if asked else None
 
 
 def flashkda_so() -> Path | None:
     """FlashKDA's shared library, or None."""
     asked = FLASHKDA_SO.read()
-    return Path(asked).expanduser() if asked else None
+    return Path(os.path.expanduser(asked)) if asked else None

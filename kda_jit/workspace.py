@@ -170,7 +170,7 @@ class Workspace:
     @property
     def nbytes(self) -> int:
         """Bytes held now, those kept for captured graphs included."""
-        held = [x.nbytes for x in self._retired]
+        held = [x.nbytes for x in (*self._retired, *self._outgrown)]
         return sum(held) + (0 if self._buffer is None else self._buffer.nbytes)
 
     @property

@@ -337,6 +337,20 @@ class RedzoneWorkspace:
 
 
 @interpreter
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("A_log, logit", [(100.0, -200.0), (100.0, 0.0), (-120.0, 3e38)])
+def test_gates_whose_factors_overflow_are_no_nan(
+    lower_bound: float | None, A_log: float, logit: float
+) -> None:
+    x = Case(22, (20,)).tensors(dtype=torch.float32, head_dim=16)
+    x.g.fill_(logit)
+    x.A_log.fill_(A_log)
+    x.dt_bias.fill_(0.0 if logit <= 0.0 else logit)
+    x = x.replace(lower_bound=lower_bound)
+    check(x, run(x))
+
+
+@interpreter
 @pytest.mark.parametrize("lengths", [(1,) * 9, (17,) * 4, (0, 0, 16, 0), (15, 1, 31)])
 def test_scratch_is_written_before_it_is_read_and_no_further(lengths: tuple[int, ...]) -> None:
     x = Case(19, lengths, regime="unbounded").tensors(dtype=torch.float32, head_dim=16)

@@ -402,6 +402,11 @@ ILLEGAL = {
     "lower_bound bool": (changed(lower_bound=True), InputTypeError, r"^lower_bound: .*bool"),
     "scale nan": (changed(scale=NAN), InputError, r"^scale: .*finite.*nan"),
     "scale inf": (changed(scale=INF), InputError, r"^scale: .*finite.*inf"),
+    "scale beyond float32": (changed(scale=1e39), InputError, r"^scale: .*float32.*1e\+39"),
+    "scale of 400 digits": (changed(scale=10**400), InputError, r"^scale: .*inf"),
+    "lower_bound of 400 digits": (
+        changed(lower_bound=-(10**400)), InputError, r"^lower_bound: .*-5"
+    ),
     "scale str": (changed(scale="1"), InputTypeError, r"^scale: .*str"),
     "cu_seqlens list": (changed(packed, cu_seqlens=[0]), InputTypeError, r"^cu_seqlens: .*list"),
     "cu_seqlens with B": (

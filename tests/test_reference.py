@@ -181,6 +181,19 @@ class TestGate:
         assert got.tolist() == pytest.approx([-1 / (1 + math.exp(-i)) for i in range(6)])
 
 
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gate_is_finite_where_its_factors_overflow(
+    lower_bound: float | None, dtype: torch.dtype
+) -> None:
+    """exp(A_log) beyond the dtype times a logit of 0, and a sum beyond it times exp(A_log) = 0."""
+    for A_log, x in ((800.0, 0.0), (-120.0, float(torch.finfo(dtype).max))):
+        g = torch.full((1, 2), x, dtype=dtype)
+        activated = gate(g, torch.tensor([A_log]), g.clone(), lower_bound)
+        assert not activated.isnan().any()
+        assert (activated <= 0).all()
+
+
 def test_l2norm_adds_its_epsilon_to_the_sum_of_squares() -> None:
     x = torch.full((4,), 1e-3, dtype=torch.float64)
     assert l2norm(x).square().sum().item() == pytest.approx(4e-6 / 5e-6)

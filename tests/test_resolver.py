@@ -9,7 +9,7 @@ import torch
 from kda_jit import resolver
 from kda_jit.backends import cuda_rules
 from kda_jit.backends.base import Query, device_capability
-from kda_jit.errors import BackendNameError, InputTypeError, NoBackendError
+from kda_jit.errors import BackendNameError, InputError, InputTypeError, NoBackendError
 from kda_jit.resolver import ORDER, Resolution, explain, resolve, resolve_backend
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -264,6 +264,24 @@ def test_public_form_is_a_query():
     assert resolve_backend(head_dim=8, dtype=F64, lower_bound=None, device="cpu").backend == "torch"
     with pytest.raises(TypeError, match="head_size"):
         resolve_backend(head_size=128, dtype=BF16, lower_bound=-5.0, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"lower_bound": -7.0}, InputError, r"^lower_bound: .*-7"),
+        ({"lower_bound": float("nan")}, InputError, r"^lower_bound: .*nan"),
+        ({"lower_bound": "x"}, InputTypeError, r"^lower_bound: "),
+        ({"head_dim": 0}, InputError, r"^head_dim: .*0"),
+        ({"head_dim": "128"}, InputError, r"^head_dim: .*'128'"),
+        ({"dtype": torch.int8}, InputTypeError, r"^dtype: .*int8"),
+        ({"g_dtype": "bf16"}, InputTypeError, r"^g_dtype: .*'bf16'"),
+    ],
+)
+def test_public_form_refuses_what_no_call_may_have(changes, kind, words):
+    legal = {"head_dim": 128, "dtype": BF16, "lower_bound": -5.0, "device": "cuda:0"}
+    with pytest.raises(kind, match=words):
+        resolve_backend(**(legal | {"capability": (9, 0)} | changes))
 
 
 def test_explain_asks_all():

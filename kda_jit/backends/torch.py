@@ -175,8 +175,9 @@ def l2norm(x: Tensor) -> Tensor:
 def gate(p: KdaProblem | RecurrentProblem, g_raw: Tensor) -> Tensor:
     """[..., HV, C, K] raw logits -> log decay. Saturates to -inf (a decay of 0), never to NaN."""
     dtype = g_raw.dtype
-    rate = p.A_log.to(dtype).exp().clamp_max(torch.finfo(dtype).max).view(p.HV, 1, 1)
-    x = g_raw + p.dt_bias.view(p.HV, 1, p.K)
+    most = torch.finfo(dtype).max  # an infinite factor would make NaN of a zero one
+    rate = p.A_log.to(dtype).exp().clamp_max(most).view(p.HV, 1, 1)
+    x = (g_raw + p.dt_bias.view(p.HV, 1, p.K)).clamp(-most, most)
     if p.lower_bound is None:
         return -rate * torch.nn.functional.softplus(x)
     return p.lower_bound * torch.sigmoid(rate * x)

@@ -84,7 +84,11 @@ class TritonBackend:
         if query.device.type == "cuda":
             if interpreted:
                 reasons.append("needs a compiling Triton on a GPU, got TRITON_INTERPRET=1")
-            if query.capability is not None and query.capability < _LEAST_CAPABILITY:
+            if query.capability is None:
+                reasons.append(
+                    f"needs a CUDA device, got {query.device}, which torch cannot use here"
+                )
+            elif query.capability < _LEAST_CAPABILITY:
                 found = ".".join(map(str, query.capability))
                 reasons.append(f"needs compute capability 8.0 or later, got {found}")
         elif not interpreted and not missing:

@@ -90,7 +90,10 @@ def explain(
     from ..resolver import resolve
 
     available = torch.cuda.is_available()
-    place = torch.device(device or ("cuda" if available or capability else "cpu"))
+    try:
+        place = torch.device(device or ("cuda" if available or capability else "cpu"))
+    except RuntimeError as error:
+        raise InputError(f"device: expected cpu, cuda or cuda:N, got {device!r}: {error}") from None
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device() if available else 0)
     query = Query(

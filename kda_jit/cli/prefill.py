@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import InputError
+from ..errors import DeviceError, InputError
 
 REQUIRED = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 OPTIONAL = (
@@ -43,6 +43,10 @@ def run(
     import kda_jit
 
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if output.is_dir() or not output.parent.is_dir() or output.resolve() == inputs.resolve():
+        raise InputError(
+            f"output: expected a file other than the inputs, in a folder that exists, got {output}."
+        )
     arguments = read_inputs(inputs, place)
     with torch.no_grad():
         out, final_state = kda_jit.prefill(**arguments, backend=backend)
@@ -72,7 +76,11 @@ def read_inputs(path: Path, device: str) -> dict[str, Any]:
             metadata = file.metadata() or {}
     except FileNotFoundError:
         raise InputError(f"inputs: expected a safetensors file, {path} does not exist.") from None
-    except SafetensorError as error:
+    except RuntimeError as error:  # torch has no such device
+        raise DeviceError(
+            f"device: expected one that torch can use, got {device}: {error}"
+        ) from None
+    except (OSError, SafetensorError) as error:
         raise InputError(f"inputs: expected a safetensors file, got {path}: {error}") from None
     missing = [name for name in REQUIRED if name not in arguments]
     unknown = sorted(arguments.keys() - {*REQUIRED, *OPTIONAL})

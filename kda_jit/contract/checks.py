@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import inf
 from numbers import Real
 
 import torch
@@ -23,7 +23,10 @@ from kda_jit.errors import GradError, InputError, InputTypeError
 CHECKPOINT_GRANULE = 16
 #: The lowest legal ``lower_bound`` of the bounded gate; the highest is 0, excluded.
 LOWEST_BOUND = -5.0
+#: The largest ``scale``: kernels take it as a float32.
+LARGEST = float(torch.finfo(torch.float32).max)
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -170,7 +173,7 @@ def check_lower_bound(value: object) -> float:
     """The slow path: integers and other real numbers are taken as floats; the rest is refused."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InputTypeError(f"lower_bound: expected a float or None, got {kind_of(value)}.")
-    bound = float(value)
+    bound = _as_float(value)
     if not LOWEST_BOUND <= bound < 0.0:
         raise InputError(
             f"lower_bound: expected None or a number in [{LOWEST_BOUND:g}, 0), got {bound:g}. It "
@@ -179,12 +182,21 @@ def check_lower_bound(value: object) -> float:
     return bound
 
 
+def _as_float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return inf
+
+
 def check_scale(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InputTypeError(f"scale: expected a float or None, got {kind_of(value)}.")
-    scale = float(value)
-    if not isfinite(scale):
-        raise InputError(f"scale: expected a finite number or None (K ** -0.5), got {scale}.")
+    scale = _as_float(value)
+    if not -LARGEST <= scale <= LARGEST:
+        raise InputError(
+            f"scale: expected a finite number (in float32) or None (K ** -0.5), got {scale}."
+        )
     return scale
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kda_jit.contract.checks import (
+    FLOATS,
     INDEX_DTYPES,
     check_cu_seqlens,
     check_parameter,
@@ -48,7 +49,6 @@ Arguments = tuple[Any, ...]
 #: 32-bit number, in which a backend may want to keep it.
 FAR = 1 << 30
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Unlike a method of x, this one refuses whatever is no tensor.
 _data_ptr = Tensor.data_ptr
 
@@ -154,8 +154,8 @@ def check_layout(tensors: Arguments) -> Layout:
             f"v: expected HV, the number of value heads, to be a multiple of H = {H}, got HV = "
             f"{HV}. Each q/k head serves HV / H value heads."
         )
-    if dtype not in _FLOATS:
-        refuse_dtype("q", q, _FLOATS)
+    if dtype not in FLOATS:
+        refuse_dtype("q", q, FLOATS)
     if not q.is_cpu and not q.is_cuda:
         raise DeviceError(f"q: expected a CUDA or CPU tensor, got one on {q.device}.")
     extents = dict.fromkeys(TENSORS, NOWHERE)

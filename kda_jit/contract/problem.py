@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kda_jit.contract.checks import (
+    LARGEST,
     LOWEST_BOUND,
     check_contents,
     check_grad,
@@ -143,7 +143,7 @@ def make_problem(
         lower_bound = check_lower_bound(lower_bound)
     if scale is None:
         scale = layout.K**-0.5
-    elif type(scale) is not float or not isfinite(scale):
+    elif type(scale) is not float or not -LARGEST <= scale <= LARGEST:
         scale = check_scale(scale)
     state = final_state
     if state_indices is not None:

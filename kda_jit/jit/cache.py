@@ -182,7 +182,8 @@ def clear() -> int:
             removed += not path.exists()
         for path in place.glob("*.lock"):
             if _KEY.fullmatch(path.stem):
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
         with contextlib.suppress(OSError):
             (place / "failed").rmdir()
     return removed
@@ -239,7 +240,7 @@ def _read(place: Path, key: str) -> Entry | None:
         path = place / f"{meta['sha256'][:16]}.{meta['suffix']}"
         if sha256(path.read_bytes()).hexdigest() != meta["sha256"]:
             return None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return Entry(path, facts)
 

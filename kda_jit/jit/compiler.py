@@ -126,14 +126,12 @@ def compile_spec(spec: KernelSpec, *, fresh: bool = False) -> Compiled:
     arch_named(spec.target)
     source = sources.read(spec.file, text=spec.text)
     key = _key(spec, source)
-    entry = None if fresh else cache.lookup(key)
-    if entry is not None:
-        return _compiled(spec, key, entry, True, started)
+    if not fresh and (found := _cached(spec, key, started)):
+        return found
     with cache.lock(key):
         # Whoever held the lock before has most likely built just this.
-        entry = None if fresh else cache.lookup(key)
-        if entry is not None:
-            return _compiled(spec, key, entry, True, started)
+        if not fresh and (found := _cached(spec, key, started)):
+            return found
         for _ in range(_EDITS_MET):
             try:
                 binary, log = _build(spec, source)
@@ -314,6 +312,15 @@ def _build(spec: KernelSpec, source: SourceSet) -> tuple[bytes, str]:
 
 def _key(spec: KernelSpec, source: SourceSet) -> str:
     return spec.key(flags_for(spec), nvrtc_version(), source.digest)
+
+
+def _cached(spec: KernelSpec, key: str, started: float) -> Compiled | None:
+    """What the cache has; facts that another version of this package wrote are a miss."""
+    entry = cache.lookup(key)
+    try:
+        return None if entry is None else _compiled(spec, key, entry, True, started)
+    except (KeyError, TypeError, AttributeError, IndexError):
+        return None
 
 
 def _compiled(

@@ -17,9 +17,7 @@ from pathlib import Path
 from kda_jit import settings
 from kda_jit.errors import InputError
 
-_INCLUDE = re.compile(
-    rb'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>|(\S+))', re.MULTILINE
-)
+_INCLUDE = re.compile(rb'(?:#|%:)[ \t\f\v]*include[ \t\f\v]*(?:"([^"\n]+)"|<([^>\n]+)>|(\S+))')
 _SUFFIXES = frozenset({".cu", ".cuh", ".h", ".hpp"})
 
 _override: Path | None = None
@@ -106,7 +104,7 @@ def _visit(base: Path, home: Path, path: Path, content: bytes, found: dict[str, 
     folders all of them count, so the digest need not know the order of NVRTC's search.
     """
     found[_name(base, path)] = sha256(content).hexdigest()
-    for match in _INCLUDE.finditer(content):
+    for match in _INCLUDE.finditer(re.sub(rb"\\\r?\n", b"", content)):
         quoted, angled, computed = match.groups()
         if computed is not None:
             # A macro names the header; which one is not ours to work out, so all of them count.

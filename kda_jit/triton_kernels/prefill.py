@@ -48,6 +48,7 @@ def _sigmoid(x):
 def _log2_decay(g_raw, rate, bias, lower_bound, BOUNDED: tl.constexpr):
     """Raw gate logits [16, BK] -> log2 of the decay per token, at most 0. NaN stays NaN."""
     x = g_raw + bias
+    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))  # 0 * inf is NaN
     if BOUNDED:
         return lower_bound * LOG2E * _sigmoid(rate * x)
     # softplus(x) = max(x, 0) + log1p(y). The hardware's log2 has an absolute error near 1, which
@@ -58,7 +59,7 @@ def _log2_decay(g_raw, rate, bias, lower_bound, BOUNDED: tl.constexpr):
     series = 1.0 / 11.0 + z * (1.0 / 13.0 + z * (1.0 / 15.0))
     series = 1.0 / 5.0 + z * (1.0 / 7.0 + z * (1.0 / 9.0 + z * series))
     log1p = 2.0 * s * (1.0 + z * (1.0 / 3.0 + z * series))
-    decay = -rate * LOG2E * (tl.where(x > 0.0, x, 0.0) + log1p)
+    decay = -(rate * (tl.where(x > 0.0, x, 0.0) + log1p)) * LOG2E
     return tl.where(decay < LOWEST_LOG2_DECAY, LOWEST_LOG2_DECAY, decay)
 
 

@@ -211,7 +211,7 @@ KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv
     // gate_cumsum: lanes 0..15 own the first eight tokens, the others the last eight. Masked tokens neither decay nor, with
     // k = q = beta = 0, write.
     {
-        const float slope = -kLog2E * exp2_approx(kLog2E * args.A_log[hv]);
+        const float slope = -kLog2E * fminf(exp2_approx(kLog2E * args.A_log[hv]), 0x1p100f);  // inf times a bias of 0 is NaN
         Float4 bias = *reinterpret_cast<const Float4*>(args.dt_bias + hv * kHeadDim + gate_channel);
         bias.x *= slope, bias.y *= slope, bias.z *= slope, bias.w *= slope;
         const float bound = args.lower_bound * kLog2E;

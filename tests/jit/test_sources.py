@@ -53,7 +53,16 @@ def test_header_that_appears_in_a_searched_place_changes_the_digest(kernels: Pat
 
 @pytest.mark.parametrize(
     "line",
-    ['#include "extra.cuh"', "  #  include <extra.cuh>", '#define E "extra.cuh"\n#include E'],
+    [
+        '#include "extra.cuh"',
+        "  #  include <extra.cuh>",
+        '#define E "extra.cuh"\n#include E',
+        '/* first */ #include "extra.cuh"',
+        '/* two\nlines */ #include "extra.cuh"',
+        '#inc\\\nlude "extra.cuh"',
+        '%:include "extra.cuh"',
+        '\f#include "extra.cuh"',
+    ],
 )
 def test_every_form_of_include_counts(kernels: Path, line: str) -> None:
     text = f"{line}\nint x;\n"
