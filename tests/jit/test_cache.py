@@ -58,12 +58,25 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "meta empty": lambda f: (f / "meta.json").write_bytes(b""),
     "meta cut": lambda f: _cut(f / "meta.json"),
     "meta not an object": lambda f: (f / "meta.json").write_text("[1, 2]"),
+    "meta too deep": lambda f: (f / "meta.json").write_text("[" * 200_000),
     "meta not text": lambda f: (f / "meta.json").write_bytes(b"\xff\xfe\x00"),
     "facts edited": lambda f: _edit_meta(f, lambda m: m.update(facts={"log": ""})),
     "another format": lambda f: _edit_meta(f, lambda m: m.update(format=0)),
     "another key": lambda f: _edit_meta(f, lambda m: m.update(key="f" * 16)),
     "sha of another type": lambda f: _edit_meta(f, lambda m: m.update(sha256=7)),
 }
+
+
+@pytest.mark.parametrize("facts", [{}, {"log": "", "resources": {"add": {"of another": 1}}}])
+def test_whole_entry_with_facts_of_another_version_is_recompiled(
+    kernels: Path, cache_folder: Path, facts: dict[str, object]
+) -> None:
+    spec = KernelSpec("sm80/add.cu", ("add",), "sm_80")
+    first = compile_spec(spec)
+    cache.publish(first.key, first.binary, "cubin", facts)
+    again = compile_spec(spec)
+    assert not again.from_cache
+    assert again.resources == first.resources
 
 
 @pytest.mark.parametrize("kind", sorted(DAMAGE))
