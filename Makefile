@@ -12,6 +12,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_WORKERS ?= 2
+# Processes that share the GPU; the tests that need much of its memory are kept in one of them.
+GPU_WORKERS ?= 8
 
 ifneq ($(strip $(KDA_NO_VENV)),)
   VENV :=
@@ -47,8 +49,9 @@ test: $(READY) $(LINT)
 	TRITON_INTERPRET=1 $(RUN_TESTS) -n $(PYTEST_WORKERS) -k triton $(TRITON_TESTS)
 
 test-gpu: $(READY)
-	$(PY) -m pytest tests/gpu
-	$(PY) -m pytest tests/test_prefill_properties.py tests/test_recurrent.py -k "cuda or triton"
+	$(PY) -m pytest -n $(GPU_WORKERS) --dist loadgroup tests/gpu
+	$(PY) -m pytest -n $(GPU_WORKERS) -k "cuda or triton" \
+	  tests/test_prefill_properties.py tests/test_recurrent.py
 
 lint: $(READY)
 	$(PY) -m ruff check .
