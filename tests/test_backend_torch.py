@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import kda_jit
 from kda_jit.backends import torch as torch_backend
 from kda_jit.backends.base import Query, last_launch
 from kda_jit.backends.torch import CHUNK, GROUPS, TorchBackend
 from kda_jit.contract import CHECKPOINT_GRANULE, make_problem
-from kda_jit.errors import CaptureError
+from kda_jit.errors import CaptureError, InputError
 from kda_jit.testing import Case, Inputs, assert_close, relative_rms, worst_block_error
 
 
@@ -199,3 +200,17 @@ def test_four_thousand_tokens_take_seconds_at_most() -> None:
     begin = time.perf_counter()
     run(x)
     assert time.perf_counter() - begin < 6.0
+
+
+@pytest.mark.parametrize("name", ["out", "final_state"])
+def test_tensor_of_inference_mode_is_refused_before_anything_is_written(name: str) -> None:
+    x = Case(seed=9, lengths=(5,), heads=1).tensors(head_dim=16)
+    buffers = {"out": torch.full_like(x.v, 7.0), "final_state": torch.full((1, 1, 16, 16), 7.0)}
+    with torch.inference_mode():
+        buffers[name] = buffers[name].clone()
+    arguments = dict(zip(("q", "k", "v", "g", "beta"), x.args, strict=True)) | x.kwargs | buffers
+    with pytest.raises(InputError, match=f"^{name}: .*inference_mode"):
+        kda_jit.prefill(**arguments, backend="torch")
+    assert all((buffer == 7.0).all() for buffer in buffers.values())
+    with torch.inference_mode():
+        kda_jit.prefill(**arguments, backend="torch")

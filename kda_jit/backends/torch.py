@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kda_jit.backends.base import LaunchRecord, Query, record_launch
-from kda_jit.errors import CaptureError
+from kda_jit.errors import CaptureError, InputError
 
 if TYPE_CHECKING:
     from kda_jit.contract import KdaProblem
@@ -51,6 +51,7 @@ class TorchBackend:
         """Writes out, final states (or pool slots) and checkpoints; needs no workspace."""
         p = problem
         _refuse_capture(p)
+        _refuse_inference_tensors(p)
         bounds = p.cu_seqlens.tolist() if p.cu_seqlens is not None else None
         slots = p.state_indices.tolist() if p.state_indices is not None else None
         keep = p.has_initial_state.tolist() if p.has_initial_state is not None else None
@@ -191,4 +192,17 @@ def _refuse_capture(p: KdaProblem) -> None:
             raise CaptureError(
                 f"{name}: expected None during a CUDA graph capture with backend='torch', got a "
                 "tensor. This backend reads it on the host; capture 'triton' or 'cuda' instead."
+            )
+
+
+def _refuse_inference_tensors(p: KdaProblem) -> None:
+    """Torch lets nobody write them outside inference mode, and would say so half-way through."""
+    if torch.is_inference_mode_enabled():
+        return
+    for name in ("out", "final_state", "checkpoint_state"):
+        x = getattr(p, name)
+        if x is not None and x.is_inference():
+            raise InputError(
+                f"{name}: expected a tensor that may be written here, got one that was made under "
+                "torch.inference_mode(). Call under it too, or make the tensor outside."
             )
