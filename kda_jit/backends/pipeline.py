@@ -20,7 +20,8 @@ MAX_GROUPS = 64
 RING_BYTES = 24 << 20
 _LINE_BYTES = 128
 
-# SM cycles a token, H200: of a chain alone or beside another, and of preparing for a value head.
+# SM cycles a token, predicted for an H200 and not yet met (docs/notes/hopper.md has what was
+# measured): of a chain alone or beside another, and of preparing for a value head.
 _CHAIN_CYCLES = {1: 24.0, 2: 36.0}
 _PREPARE_CYCLES = 100.0
 

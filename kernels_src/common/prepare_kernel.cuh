@@ -1,7 +1,7 @@
 // kda_prepare: the prepare step as a kernel of its own, a CTA for each chunk of each value head. Every image has its own place in
 // the workspace, so that nobody waits for anybody.
 //
-// launch  grid num_chunk_slots * HV, 128 threads, sizeof(PrepareSmem)
+// launch  grid chunk slots * HV, 128 threads, sizeof(PrepareSmem)
 #pragma once
 #include "common/prepare.cuh"
 
