@@ -225,7 +225,7 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-PROFILE = settings.get_profile("kda")
+PROFILE = settings()  # what tests/conftest.py loads, or hypothesis' own outside pytest
 TestServing.settings = settings(
     PROFILE, max_examples=4 * PROFILE.max_examples, stateful_step_count=40
 )

@@ -284,6 +284,11 @@ def _nvrtc() -> ModuleType:
     return nvrtc
 
 
+def _own_cache_off() -> tuple[str, ...]:
+    """From 12.9 on NVRTC has a cache of its own, which answers without the log of ptxas."""
+    return ("--no-cache",) if nvrtc_version() >= (12, 9) else ()
+
+
 def _build(spec: KernelSpec, source: SourceSet) -> tuple[bytes, str]:
     """Run NVRTC: (cubin or PTX, log). Raises _Rejected with the log where it refuses."""
     nvrtc = _nvrtc()
@@ -291,7 +296,7 @@ def _build(spec: KernelSpec, source: SourceSet) -> tuple[bytes, str]:
     program = nvrtc.createProgram(source.text, str(source.path), (), ())
     try:
         try:
-            nvrtc.compileProgram(program, (*flags_for(spec), f"-I{source.root}"))
+            nvrtc.compileProgram(program, (*flags_for(spec), *_own_cache_off(), f"-I{source.root}"))
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program).strip("\0\n ")
             if "--gpu-architecture" in log:

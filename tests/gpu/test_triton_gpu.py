@@ -215,6 +215,8 @@ def test_graph_replays_with_new_inputs_lengths_and_slots() -> None:
         run(static, state_indices=slots, out=out)
     for target, source in zip(static.args, y.args, strict=True):
         target.copy_(source)
+    static.A_log.copy_(y.A_log)
+    static.dt_bias.copy_(y.dt_bias)
     static.cu_seqlens.copy_(y.cu_seqlens)  # type: ignore[union-attr]
     slots.copy_(torch.tensor([5, 4, -1, 2], device="cuda"))
     pool.copy_(torch.cat([y.initial_state, y.initial_state[:2]]))  # type: ignore[index, list-item]

@@ -118,6 +118,25 @@ def test_no_flag_changes_the_maths() -> None:
     assert ".ftz" not in ptx
 
 
+@pytest.mark.parametrize(("version", "asked"), [((12, 8), False), ((12, 9), True), ((13, 0), True)])
+def test_nvrtc_is_asked_for_no_cached_answer(
+    version: tuple[int, int], asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its own cache answers, the log and with it every register count is missing."""
+    given: list[str] = []
+    nvrtc = compiler._nvrtc()
+    compile_program = nvrtc.compileProgram
+
+    def record(program: int, options: tuple[str, ...]) -> None:
+        given.extend(options)
+        compile_program(program, tuple(o for o in options if o != "--no-cache"))
+
+    monkeypatch.setattr(nvrtc, "compileProgram", record)
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: version)
+    compile_source('extern "C" __global__ void f() {}', target="sm_80")
+    assert ("--no-cache" in given) is asked
+
+
 def test_error_names_kernel_compiler_file_line_and_folder(kernels: Path) -> None:
     header = kernels / "common/numerics.cuh"
     header.write_text(header.read_text() + "int broken() { return missing_name; }\n")
