@@ -19,6 +19,7 @@ from kda_jit import settings
 from kda_jit.backends.base import LaunchRecord, Query, device_capability, record_launch
 from kda_jit.backends.cuda_rules import cuda_rejections
 from kda_jit.backends.pipeline import PipelinePlan, plan_pipeline
+from kda_jit.backends.policy import one_chain_an_sm
 from kda_jit.errors import InputError
 from kda_jit.jit import KernelSpec, arch_for, arch_named, load
 from kda_jit.jit.launch import Kernel
@@ -90,7 +91,7 @@ HOPPER = Schedule(
     (Launch("kda_prepare", 128, 35968), Launch("kda_recurrence", 160, 96256)),
     (9,),
 )
-#: For so few chains that most have an SM to themselves.
+#: For so few chains that most have an SM to themselves (backends/policy.py).
 HOPPER_SINGLE = Schedule(
     "hopper_single",
     "sm90/kda_prefill.cu",
@@ -231,8 +232,7 @@ def _choose(
 ) -> tuple[Schedule, PipelinePlan | None]:
     """The schedule that the environment asks for by name, else the best one for the sizes."""
     if asked == "auto":
-        major = arch_named(target).cc[0]
-        asked = HOPPER.name if major in HOPPER.capabilities else PORTABLE.name
+        asked = _best(target, device_index, tokens, N, HV).name
     if asked not in SCHEDULES:
         raise InputError(
             f"{settings.SCHEDULE.name}: expected auto, {', '.join(SCHEDULES)}, got {asked!r}."
@@ -242,6 +242,13 @@ def _choose(
         return schedule, None
     plan = plan_pipeline(tokens, N, HV, _sm_count(device_index))
     return (schedule, plan) if plan is not None else (HOPPER, None)
+
+
+def _best(target: str, device_index: int, tokens: int, N: int, HV: int) -> Schedule:
+    if arch_named(target).cc[0] not in HOPPER.capabilities:
+        return PORTABLE
+    single = one_chain_an_sm(tokens, N, HV, _sm_count(device_index))
+    return HOPPER_SINGLE if single else HOPPER
 
 
 @lru_cache(maxsize=64)

@@ -19,6 +19,7 @@ from torch import Tensor
 import kda_jit
 from kda_jit import jit
 from kda_jit.backends.cuda import SCHEDULES
+from kda_jit.backends.policy import one_chain_an_sm
 from kda_jit.testing import Case, Inputs
 from kda_jit.workspace import stage_slots, workspace_specs
 
@@ -499,6 +500,28 @@ def test_misspelt_schedule_lists_those_there_are(
     monkeypatch.setenv("KDA_JIT_SCHEDULE", "portabel")
     with pytest.raises(kda_jit.InputError, match="portable"):
         kda_jit.prefill(*x.args, **x.kwargs, backend="cuda")
+
+
+@pytest.mark.parametrize("lengths", [(40,), (1500,), (1100, 1000, 1200), (2048,) * 10])
+def test_auto_follows_the_policy_and_changes_no_bit(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the policy is for capability 9.0")
+    monkeypatch.delenv("KDA_JIT_ARCH", raising=False)
+    x = Case(seed=142, lengths=lengths, heads=8).tensors("cuda")
+    sm_count = torch.cuda.get_device_properties(x.q.device).multi_processor_count
+    single = one_chain_an_sm(sum(lengths), len(lengths), x.v.shape[2], sm_count)
+    found = {}
+    for name in ("auto", "hopper", "hopper_single"):
+        monkeypatch.setenv("KDA_JIT_SCHEDULE", name)
+        found[name] = kda_jit.prefill(*x.args, **x.kwargs, backend="cuda")
+        launch = kda_jit.last_launch()
+        assert launch is not None
+        expected = name if name != "auto" else "hopper_single" if single else "hopper"
+        assert launch.schedule == expected
+    for name in ("hopper", "hopper_single"):
+        assert all(map(same, found["auto"], found[name])), name
 
 
 # -- waiting and memory --------------------------------------------------------------------------
