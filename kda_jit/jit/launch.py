@@ -104,9 +104,11 @@ class Kernel:
         self.smem_static = driver.function_attribute(handle, cuda.FUNC_SMEM_STATIC)
         limit = driver.device_attribute(device_index, cuda.DEVICE_SMEM_OPTIN)
         self.smem_dynamic = limit - self.smem_static
-        # Once and for all, to the most there is: above 48 KiB a launch fails without it, and the
-        # carve-out follows what each launch really asks for.
+        # Once and for all, to the most there is: above 48 KiB a launch fails without it.
         driver.set_function_attribute(handle, cuda.FUNC_MAX_DYNAMIC_SMEM, self.smem_dynamic)
+        # A hint. Left to itself, the driver may divide L1 and shared memory differently for each
+        # kernel, and an SM that must change over cannot run two dependent kernels side by side.
+        driver.set_function_attribute(handle, cuda.FUNC_SMEM_CARVEOUT, 100)
 
     def __repr__(self) -> str:
         return f"Kernel({self.label}, {self.registers} registers, {self.local_bytes} local bytes)"

@@ -15,7 +15,7 @@ import torch
 
 from kda_jit import jit
 from kda_jit.errors import CaptureError, LaunchError
-from kda_jit.jit.driver import driver
+from kda_jit.jit.driver import FUNC_SMEM_CARVEOUT, driver
 
 pytestmark = [
     pytest.mark.gpu,
@@ -202,6 +202,18 @@ def test_static_and_dynamic_shared_memory_add_up(size: int) -> None:
     y = torch.zeros(2, device="cuda")
     found.launch((1, 1, 1), 32, size, stream(), Pair(None, y.data_ptr(), size))
     assert y.tolist() == [7.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["nothing", "slow_add", "smem", "smem_and_static"])
+def test_every_kernel_prefers_the_most_shared_memory(name: str) -> None:
+    """So that none makes an SM divide its memory anew. A launch leaves it as it is."""
+    found = kernel(name)
+    handle = found._handle.value
+    assert handle is not None
+    for _ in range(2):
+        assert driver().function_attribute(handle, FUNC_SMEM_CARVEOUT) == 100
+        kernel("nothing").launch((1, 1, 1), 32, 0, stream())
+    torch.cuda.synchronize()
 
 
 def test_too_much_shared_memory_is_an_error_that_leaves_the_device_usable() -> None:

@@ -255,7 +255,7 @@ def test_driver_too_old_for_parameter_sizes_launches_unchecked() -> None:
     assert library.launches[0]["args"] == ARGS
 
 
-def test_attributes_are_read_and_shared_memory_opted_in_once() -> None:
+def test_attributes_are_read_and_shared_memory_set_to_the_most_once() -> None:
     library = FakeCuda()
     kernel = make(library)
     assert (kernel.max_threads, kernel.smem_static, kernel.local_bytes, kernel.registers) == (
@@ -266,7 +266,7 @@ def test_attributes_are_read_and_shared_memory_opted_in_once() -> None:
     )
     assert kernel.smem_dynamic == 232448 - 1024
     kernel.launch((1, 1, 1), 32, 232448 - 1024, 0, ARGS)
-    assert library.attributes_set == [(FUNCTION, 8, 232448 - 1024)]
+    assert library.attributes_set == [(FUNCTION, 8, 232448 - 1024), (FUNCTION, 9, 100)]
 
 
 def test_error_has_the_drivers_name_and_what_was_asked() -> None:
