@@ -82,26 +82,26 @@ class Schedule:
 PORTABLE = Schedule(
     "portable",
     "sm80/kda_prefill.cu",
-    (Launch("kda_prepare", 128, 35968), Launch("kda_recurrence", 128, 98176)),
+    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence", 128, 98176)),
     (8, 9, 10, 12),
 )
 HOPPER = Schedule(
     "hopper",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 128, 35968), Launch("kda_recurrence", 160, 96256)),
+    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence", 160, 96256)),
     (9,),
 )
 #: For so few chains that most have an SM to themselves (backends/policy.py).
 HOPPER_SINGLE = Schedule(
     "hopper_single",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 128, 35968), Launch("kda_recurrence_single", 160, 128000)),
+    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence_single", 160, 128000)),
     (9,),
 )
 PIPELINE = Schedule(
     "pipeline",
     "sm90/kda_pipeline.cu",
-    (Launch("kda_pipeline_begin", 1024, 0), Launch("kda_pipeline", 640, 196608)),
+    (Launch("kda_pipeline_begin", 1024, 0), Launch("kda_pipeline", 384, 212992)),
     (9,),
     pipelined=True,
 )

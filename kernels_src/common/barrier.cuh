@@ -43,6 +43,20 @@ KDA_DEVICE void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier
                  : "memory");
 }
 
+// The way back. Joins the thread's current group; a group is waited for by the thread that committed it.
+KDA_DEVICE void bulk_store(void* global, u32 shared, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes) : "memory");
+}
+KDA_DEVICE void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+KDA_DEVICE void bulk_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // shared memory is free
+KDA_DEVICE void bulk_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }            // all is written
+// What this thread wrote to shared memory is there for bulk copies, once a barrier has passed. A no-op before sm_90.
+KDA_DEVICE void async_proxy_fence() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // Joins `threads` threads of the CTA, a multiple of 32; id 0 is __syncthreads's.
 KDA_DEVICE void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

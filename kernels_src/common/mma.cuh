@@ -49,6 +49,21 @@ KDA_DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
                  : "r"(address)
                  : "memory");
 }
+// The other way: lane i gives the row address of tile i / 8, row i % 8. An instruction from sm_90 on.
+KDA_DEVICE void stmatrix_x4(u32 address, const u32 (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                 "r"(r[3])
+                 : "memory");
+#else
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 row = __shfl_sync(0xffffffffu, address, 8 * i + (lane >> 2));
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + 4 * (lane & 3)), "r"(r[i]) : "memory");
+    }
+#endif
+}
 // Transposes one 8x8 tile held across the warp.
 KDA_DEVICE u32 movmatrix_trans(u32 x) {
     u32 r;

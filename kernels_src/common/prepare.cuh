@@ -1,84 +1,72 @@
-// The prepare step: one chunk of one value head, by four warps, from raw inputs to a stage image (common/stage.cuh).
+// The prepare step: one chunk of one value head, by two warps, from raw inputs to a stage image (common/stage.cuh) in shared
+// memory.
 //
-//   gate_cumsum  g = lower_bound sigmoid(exp(A_log) (g_raw + dt_bias)), G = cumsum g          fp32, base 2
+//   gate_cumsum  g = lower_bound sigmoid(exp(A_log) (g_raw + dt_bias)), G = cumsum g          base 2
 //   intra        A = beta_i k_i k_j exp(G_i - G_j) (j < i), M = q_i k_j exp(G_i - G_j) (j <= i)
 //   solve        T = (I + A)^-1 diag(beta)
 //   wy           A_k = T^T (k exp(G_last - G)), A_q = M T
 //
-// Four warps share a chunk: warp (block, half) owns 16 tokens and 64 channels. exp(+G) and exp(-G) are taken from the block's
-// own start, where |G| <= 80 cannot overflow; between the blocks every exponent is negative. Scores of a block need fp32's
-// range for exp(-G) up to e^80 and go through tf32; all else is at most 1 in magnitude and goes through f16, which is as precise.
+// Warp `half` owns 64 channels of all 32 tokens: what crosses between the two blocks of 16 tokens needs no other warp, and only
+// norms and scores, sums over channels, are shared. exp(+G) and exp(-G) are taken from a block's own start, where |G| <= 80
+// cannot overflow; between the blocks every exponent is negative. Scores of a block need fp32's range for exp(-G) up to e^80 and
+// go through tf32; all else is at most 1 in magnitude and goes through f16, which is as precise.
 //
-// The gates are summed with a lane for four channels of eight tokens, in fp32. Everything else uses the MMA layout with
-// permuted channels: lane (gid, tid) holds tokens gid and gid + 8, channels 32 m + 8 tid .. + 7 of each group m, so that global
-// accesses are 16 bytes wide and A and B fragments need no shuffle. A contraction does not mind in which order its channels
-// come, as long as both operands agree.
+// Everything keeps the layout of MMA fragments (common/mma.cuh): a lane holds tokens gid and gid + 8 of a block, channels 2 tid
+// and 2 tid + 1 of a tile of eight. The sum of the gates over tokens is a product too: a triangle of ones times the gates
+// comes out in that layout, in fp32. Gates are rounded to f16 for it, by 2^-12 of themselves at most.
 #pragma once
+#include "common/barrier.cuh"
 #include "common/mma.cuh"
 #include "common/numerics.cuh"
 #include "common/sequence.cuh"
 
-constexpr int kGRow = kHeadDim + 4;  // floats: neighbouring rows start 16 bytes apart, modulo the banks
-
-// The tiles of k and q in shared memory: tile_offset with another order of XORs, so that neighbouring rows, which a quarter of a
-// warp reads 16 bytes a lane, fall into different halves of the banks.
-KDA_DEVICE int work_offset(int row, int piece) {
-    const int order = ((row & 1) << 2) | ((row >> 1) & 3);
-    return (piece >> 3) * kHalfTile + row * kRowBytes + (((piece & 7) ^ order) << 4);
-}
-
 struct PrepareSmem {
-    float G[kChunk][kGRow];            // cumulative log2 decay from the block's start; later what the functions below put there
-    float own_decay[2][kHeadDim];      // exp(G) at the end of the block; block 0: / kBlock0Scale
-    u32 other_decay[2][kHeadDim / 2];  // f16 pairs: of block 1, and of block 0 * kBlock0Scale
-    alignas(128) u8 k[2 * kHalfTile];  // raw bf16; then k_restored, f16, channels permuted: position 32 m + 8 jj + 2 tid + b is 32 m + 8 tid + 2 jj + b
-    alignas(128) u8 q[2 * kHalfTile];  // raw bf16; then block 0's k_end and block 1's q_local
-    Quad32 m_own[32];                  // f16 A fragment of block 1's M
-    float squares[2][2][kChunk];       // [half][k, q][token]: sums over 64 channels; negative: of values scaled by kDown
-    float beta[kChunk];
+    // A stage image. Before: raw k, q and g where k_decayed, q_decayed and a_k will be, the gates' bias where the decay will be.
+    // In between: k exp(G_last - G) in a_k's place. In place, 16 channels at a time: read, worked on, written.
+    alignas(128) u8 image[kStageBytes];
+    // Sums over half of the channels, lane by lane: A_00, A_11, A_10 from warp 1 for warp 0; M's from warp 0 for warp 1. Over
+    // the former, once they are read: the columns of A, then T.
+    Float4 partial[2][6][32];
+    float squares[2][2][kChunk];  // [half][k, q][token]: sums over 64 channels; negative: of values scaled by kDown
 };
+constexpr int kRawK = kKDecayed, kRawQ = kQDecayed, kRawG = kAk, kBias = kDecay;  // in the image
 
-// Block 0's k and q are scaled as the image wants them; block 1's, which its other_decay multiplies, by so much less.
+// Block 0's k and q are scaled as the image wants them; block 1's, which are yet to decay over block 0, by so much less.
 constexpr float kBlock0Scale = 0x1p4f;
-static_assert(kKeyScale == kWriteScale * kBlock0Scale, "k_end and block 1's k_local carry kWriteScale");
+static_assert(kKeyScale == kWriteScale * kBlock0Scale, "k exp(G_end - G) and block 1's k exp(G) carry kWriteScale");
 constexpr float kMScale = kWriteScale * kQueryScale / kBlock0Scale;  // of M in f16
 // tf32 operands are truncated: each loses 0.72 * 2^-11 of itself on average, which the scores get back.
 constexpr float kTruncation = 1.0f + 2 * 0.72f * 0x1p-11f;
+// Of gates in f16: 5 log2(e) times this is still in range, and a gate that forgets 2^-26 a token is not yet subnormal.
+constexpr float kGateScale = 0x1p12f;
 
-// Fragments that one warp leaves for the other (or for itself), lane by lane, in the place of what it has used up. Each is
-// 16 bytes a lane for 16 channels; group m has two.
-KDA_DEVICE Quad32* k_end_fragment(PrepareSmem& smem, int m, int step, int lane) {  // f16 B: k exp(G_end - G), block 0
-    return reinterpret_cast<Quad32*>(smem.q + work_offset(lane / 4, 4 * m + lane % 4) + step * 8 * kRowBytes);
+// Column j of a block's A, for the substitution: 16 floats, 80 bytes apart, which costs no bank conflict.
+KDA_DEVICE float* a_column(PrepareSmem& smem, int block, int j) {
+    return reinterpret_cast<float*>(smem.partial[0]) + 20 * (kBlock * block + j);
 }
-KDA_DEVICE Quad32* q_local_fragment(PrepareSmem& smem, int m, int step, int lane) {  // f16 A: q exp(G), block 1
-    return k_end_fragment(smem, m, step, lane) + kBlock * kRowBytes / sizeof(Quad32);
-}
-KDA_DEVICE Quad32* k_local_fragment(PrepareSmem& smem, int m, int step, int lane) {  // f16 A: k exp(G), block 1
-    return reinterpret_cast<Quad32*>(&smem.G[kBlock + 4 * step + lane / 8][32 * m + 4 * (lane % 8)]);
-}
-// Half 1's share of the scores of its block, for half 0 to add, in the rest of its own gates: tiles A[0], A[1], M[0], M[1].
-KDA_DEVICE Float4* partial_scores(PrepareSmem& smem, int block, int tile, int lane) {
-    return reinterpret_cast<Float4*>(&smem.G[kBlock * block + 8 + 4 * (tile & 1) + lane / 8][32 * (2 + tile / 2) + 4 * (lane % 8)]);
-}
-// Over block 0's gates, once the scores are done: column j of A [block][j][i], for the substitution; and T, f16 [32 x 32], rows
-// 80 bytes apart, which is conflict-free for ldmatrix.
-KDA_DEVICE float* a_column(PrepareSmem& smem, int block, int j) { return &smem.G[0][0] + 256 * block + 16 * j; }
-KDA_DEVICE u16* t_element(PrepareSmem& smem, int i, int j) { return reinterpret_cast<u16*>(&smem.G[0][0] + 512) + 40 * i + j; }
+// T, f16 [32 x 32], rows 80 bytes apart, which is conflict-free for ldmatrix.
+KDA_DEVICE u16* t_element(PrepareSmem& smem, int i, int j) { return reinterpret_cast<u16*>(smem.partial[0]) + 40 * i + j; }
 
 // The power of two that brings the largest beta of a chunk that hardly writes into [1/2, 1).
 KDA_DEVICE int beta_shift(float beta_max) {
     return beta_max < 0x1p-6f && beta_max > 0.0f ? min(-1 - ilogb_fast(beta_max), 60) : 0;
 }
 
+// Where this lane's row of four 8x8 tiles lies in a tile of the image or of raw inputs: tokens 0 .. 15 by channels 0 .. 15 of the
+// warp's half, in the order of an A fragment. Group m of 16 channels is at ^ (m << 5), block 1 kBlock * kRowBytes further on.
+KDA_DEVICE u32 lane_tile(int half, int lane) {
+    return tile_offset((lane & 7) + 8 * ((lane >> 3) & 1), 8 * half + (lane >> 4));
+}
+
 // Squares of values beyond 2^60 overflow fp32; such rows are measured scaled down.
 constexpr float kDown = 0x1p-70f;
 
-// Sum of squares of a row's 64 channels of groups 2 half and 2 half + 1, of which a lane of the quad holds 16.
+// Sum of squares of a row's 64 channels, of which a lane of the quad adds up 16.
 KDA_DEVICE float scaled_row_squares(const u8* tile, int row, int half) {
     float sum = 0.0f;
-#pragma unroll
+#pragma unroll 1  // rare: small rather than fast
     for (int m = 0; m < 2; ++m) {
-        const Quad32 x = load_quad(tile + work_offset(row, 4 * (2 * half + m) + (threadIdx.x & 3)));
+        const Quad32 x = load_quad(tile + tile_offset(row, 8 * half + 4 * m + (threadIdx.x & 3)));
         const u32 pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -91,28 +79,31 @@ KDA_DEVICE float scaled_row_squares(const u8* tile, int row, int half) {
     return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
-// Leaves the sums of squares of 16 rows from row - gid on, 64 channels, in `squares`. They are the diagonal of the rows' Gram
-// matrix: exact products, fp32 sums, and no unpacking.
-KDA_DEVICE void measure_rows(float* squares, const u8* tile, int row, int half, int work_piece) {
-    const int gid = (threadIdx.x & 31) >> 2, tid = threadIdx.x & 3;
-    float gram[2][4] = {};
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-        const u8* piece = tile + (work_piece ^ (m << 6));
-        const Quad32 x = load_quad(piece), y = load_quad(piece + 8 * kRowBytes);
-        const u32 a[4] = {x.x, y.x, x.y, y.y}, b[4] = {x.z, y.z, x.w, y.w};
-        mma_bf16(gram[0], a, x.x, x.y);
-        mma_bf16(gram[1], a, y.x, y.y);
-        mma_bf16(gram[0], b, x.z, x.w);
-        mma_bf16(gram[1], b, y.z, y.w);
-    }
-    float own[2] = {gid & 1 ? gram[0][1] : gram[0][0], gid & 1 ? gram[1][3] : gram[1][2]};
+// Leaves the sums of squares of 32 rows, 64 channels, in `squares`. They are the diagonal of the rows' Gram matrix: exact
+// products, fp32 sums, and no unpacking.
+KDA_DEVICE void measure_rows(float* squares, const u8* tile, int half) {
+    const int lane = threadIdx.x & 31, gid = lane >> 2, tid = lane & 3;
+    const u32 rows = shared_address(tile) + lane_tile(half, lane);
     const bool holds_diagonal = tid == gid >> 1;
-    if (__any_sync(0xffffffffu, holds_diagonal && (own[0] == __int_as_float(0x7f800000) || own[1] == __int_as_float(0x7f800000)))) {
-        own[0] = -scaled_row_squares(tile, row, half);
-        own[1] = -scaled_row_squares(tile, row + 8, half);
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+        float gram[2][4] = {};
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            u32 a[4];
+            ldmatrix_x4(a, (rows ^ (m << 5)) + block * kBlock * kRowBytes);
+            mma_bf16(gram[0], a, a[0], a[2]);
+            mma_bf16(gram[1], a, a[1], a[3]);
+        }
+        const float inf = __int_as_float(0x7f800000);
+        float own[2] = {gid & 1 ? gram[0][1] : gram[0][0], gid & 1 ? gram[1][3] : gram[1][2]};
+            const int row = kBlock * block + gid;
+        if (__any_sync(0xffffffffu, holds_diagonal && (own[0] == inf || own[1] == inf))) {
+            own[0] = -scaled_row_squares(tile, row, half);
+            own[1] = -scaled_row_squares(tile, row + 8, half);
+        }
+        if (holds_diagonal) squares[row] = own[0], squares[row + 8] = own[1];
     }
-    if (holds_diagonal) squares[row] = own[0], squares[row + 8] = own[1];
 }
 // scale / |x|, eps counted as one more square.
 KDA_DEVICE float inverse_norm(const PrepareSmem& smem, int tensor, int row, float scale) {
@@ -120,6 +111,21 @@ KDA_DEVICE float inverse_norm(const PrepareSmem& smem, int tensor, int row, floa
     if (!(a < 0.0f || b < 0.0f)) return rsqrt_approx(a + b + kNormEps) * scale;
     const float scaled = (a < 0.0f ? -a : a * kDown * kDown) + (b < 0.0f ? -b : b * kDown * kDown);
     return rsqrt_approx(scaled) * kDown * scale;
+}
+
+// The A fragment that adds up the gates of a block's tokens: 1 / kGateScale on and below the diagonal, 0 past the last token.
+KDA_DEVICE void cumulate_fragment(u32 (&a)[4], int valid) {
+    const int gid = (threadIdx.x & 31) >> 2, tid = threadIdx.x & 3;
+    constexpr u32 one = 0x0c00;  // 2^-12 in f16
+    static_assert(kGateScale == 0x1p12f, "its inverse is spelt out here");
+    const auto pair = [&](bool below, int token) {  // of tokens `token`, token + 1, which a lane has on or below its diagonal
+        const bool lo = token < valid && (below || 2 * tid <= gid), hi = token + 1 < valid && (below || 2 * tid + 1 <= gid);
+        return (lo ? one : 0u) | (hi ? one << 16 : 0u);
+    };
+    a[0] = pair(false, 2 * tid);
+    a[1] = pair(true, 2 * tid);
+    a[2] = 0;
+    a[3] = pair(false, 8 + 2 * tid);
 }
 
 // Where a chunk's raw inputs begin (its first token, its head), and their token strides in bytes.
@@ -161,345 +167,320 @@ KDA_DEVICE void prefetch_inputs(const ChunkInputs& in) {
     }
 }
 
-// Warp (block, half)'s share of a chunk of value head `hv`, whose image goes to `place()`, which is asked when it is needed: a
-// pointer held from the start costs registers. `barrier()` joins the four warps, who call it equally often;
-// `wait_for_place()` returns when the image may be written, and is called by warp (0, 0) as late as can be; `meanwhile()` is
-// called by warp (1, 0), which else would wait for warp (0, 0) to solve.
-template <int block, typename Place, typename Barrier, typename Wait, typename Meanwhile>
-KDA_DEVICE void prepare_block(const KdaArgs& args, const ChunkInputs& in, int hv, Place place, PrepareSmem& smem, Barrier barrier,
-                              Wait wait_for_place, Meanwhile meanwhile) {
-    // Opaque: else a caller's loop keeps all that follows from it in registers.
-    const int half = opaque(threadIdx.x) >> 5 & 1;
-    const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
-    constexpr int row0 = block * kBlock;
-    // Offsets of this lane's own piece in row gid of group 2 half, in the image and in shared memory; that of group 2 half + 1
-    // is at ^ 64: the swizzle is an XOR.
-    const int own_piece = tile_offset(row0 + gid, 8 * half + tid), work_piece = work_offset(row0 + gid, 8 * half + tid);
-
-    // Loads first: the gates, then q and k on their way to shared memory while the gates are worked on. Rows past the
-    // last token repeat it, where the value does not matter, or are zeros. A lane fetches the pieces of q and k that it will
-    // read itself, so waiting for its own copies is enough.
-    constexpr int kRows = kBlock / 2;  // of gates, a lane
-    const int gate_row = row0 + kRows * (lane >> 4), gate_channel = 64 * half + 4 * (lane & 15);
-    Pair32 g_raw[kRows];
-    {
-        const u8* g = in.g + static_cast<i64>(min(gate_row, in.valid - 1)) * in.g_step + 2 * gate_channel;
+// Starts copying 64 channels of a chunk's rows into one half of a tile, zeros past the last token.
+KDA_DEVICE void fetch_rows(u8* tile, const u8* from, i32 step, i32 valid, int half) {
+    const int lane = threadIdx.x & 31, row = lane >> 3, piece = lane & 7;
+    const u32 to = shared_address(tile) + tile_offset(row, 8 * half + piece);
+    from += static_cast<i64>(row) * step + 128 * half + 16 * piece;
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            g_raw[i] = load_pair_streaming(g);
-            g += gate_row + i + 1 < in.valid ? in.g_step : 0;
-        }
-    }
-    const int beta_row = row0 + (lane & 15);
-    const u16 beta_raw = load_half_streaming(in.beta + static_cast<i64>(min(beta_row, in.valid - 1)) * in.beta_step);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int row = row0 + gid + 8 * r;
-        const bool live = row < in.valid;
-        const i64 at = live ? row : 0;  // any address will do for no bytes
-        const int channel_bytes = 128 * half + 16 * tid;
-        const u8 *q = in.q + at * in.q_step + channel_bytes, *k = in.k + at * in.k_step + channel_bytes;
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-            const int piece = (work_piece ^ (m << 6)) + 8 * r * kRowBytes;
-            cp_async_16_or_zero(shared_address(smem.k + piece), k + 64 * m, live);
-            cp_async_16_or_zero(shared_address(smem.q + piece), q + 64 * m, live);
-        }
+    for (int i = 0; i < 8; ++i) {  // four rows a step: row % 8, with which pieces are XORed, changes by 4
+        cp_async_16_or_zero((to ^ ((i & 1) << 6)) + 4 * i * kRowBytes, from, row + 4 * i < valid);
+        from += 4 * static_cast<i64>(step);
     }
     cp_async_commit();
+}
 
-    // gate_cumsum: lanes 0..15 own the first eight tokens, the others the last eight. Masked tokens neither decay nor, with
-    // k = q = beta = 0, write.
+// A chunk of value head `hv` from `in` to smem.image, by warps `half` 0 and 1 (uniform, for the compiler too). `barrier()` joins
+// the two. Warp 1 has time to spare: it calls `loading()` once its loads are on their way and `meanwhile()` while warp 0 solves.
+// At the end both have seen the image complete, and bulk copies may read it.
+template <typename Barrier, typename Loading, typename Meanwhile>
+KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv, PrepareSmem& smem, int half, Barrier barrier,
+                              Loading loading, Meanwhile meanwhile) {
+    // Opaque: else a caller's loop keeps all that follows from it in registers.
+    const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
+
+    fetch_rows(smem.image + kRawK, in.k, in.k_step, in.valid, half);
+    fetch_rows(smem.image + kRawQ, in.q, in.q_step, in.valid, half);
+    fetch_rows(smem.image + kRawG, in.g, in.g_step, in.valid, half);
+    const u16 beta_raw = load_half_streaming(in.beta + static_cast<i64>(min(lane, in.valid - 1)) * in.beta_step);
+    const float slope = -kLog2E * fminf(exp2_approx(kLog2E * args.A_log[hv]), 0x1p100f);  // inf times a bias of 0 is NaN
     {
-        const float slope = -kLog2E * fminf(exp2_approx(kLog2E * args.A_log[hv]), 0x1p100f);  // inf times a bias of 0 is NaN
-        Float4 bias = *reinterpret_cast<const Float4*>(args.dt_bias + hv * kHeadDim + gate_channel);
-        bias.x *= slope, bias.y *= slope, bias.z *= slope, bias.w *= slope;
-        const float bound = args.lower_bound * kLog2E;
-        const auto gate = [&](float x, float b) { return reciprocal_approx(1.0f + exp2_approx(fmaf(slope, x, b))); };
-        Float4 g[kRows], sum{0.0f, 0.0f, 0.0f, 0.0f};
+        const Float2 bias = *reinterpret_cast<const Float2*>(args.dt_bias + hv * kHeadDim + 64 * half + 2 * lane);
+        *reinterpret_cast<Float2*>(smem.image + kBias + 4 * (64 * half + 2 * lane)) = Float2{bias.x * slope, bias.y * slope};
+    }
+    if (half == 1) loading();
+
+    cp_async_wait<1>();  // k and q
+    __syncwarp();
+    measure_rows(smem.squares[half][0], smem.image + kRawK, half);
+    measure_rows(smem.squares[half][1], smem.image + kRawQ, half);
+    // Masked tokens neither decay nor, with k = q = beta = 0, write.
+    const float beta = lane < in.valid ? sigmoid(bf16_to_float(beta_raw)) : 0.0f;
+    const int shift = beta_shift(warp_max_positive(beta));
+    cp_async_wait<0>();
+    barrier();  // the squares are in place
+
+    float k_norm[2][2], q_norm[2][2];  // [block][tokens gid, gid + 8]
+    {
+        const float less = lane < kBlock ? 1.0f : 1.0f / kBlock0Scale;
+        const float k = inverse_norm(smem, 0, lane, less * kKeyScale), q = inverse_norm(smem, 1, lane, less * kQueryScale);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            const float live = gate_row + i < in.valid ? bound : 0.0f;
-            sum.x = fmaf(live, gate(bf16_lo(g_raw[i].x), bias.x), sum.x);
-            sum.y = fmaf(live, gate(bf16_hi(g_raw[i].x), bias.y), sum.y);
-            sum.z = fmaf(live, gate(bf16_lo(g_raw[i].y), bias.z), sum.z);
-            sum.w = fmaf(live, gate(bf16_hi(g_raw[i].y), bias.w), sum.w);
-            g[i] = sum;
-        }
-        const float from_first = lane >> 4 ? 1.0f : 0.0f;
-        const Float4 first{from_first * __shfl_sync(0xffffffffu, sum.x, lane & 15), from_first * __shfl_sync(0xffffffffu, sum.y, lane & 15),
-                           from_first * __shfl_sync(0xffffffffu, sum.z, lane & 15), from_first * __shfl_sync(0xffffffffu, sum.w, lane & 15)};
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            g[i] = Float4{g[i].x + first.x, g[i].y + first.y, g[i].z + first.z, g[i].w + first.w};
-            *reinterpret_cast<Float4*>(&smem.G[gate_row + i][gate_channel]) = g[i];
-        }
-        if (lane >> 4) {
-            const Float4 G = g[kRows - 1];
-            const float x = exp2_approx(G.x), y = exp2_approx(G.y), z = exp2_approx(G.z), w = exp2_approx(G.w);
-            constexpr float own = block ? 1.0f : 1.0f / kBlock0Scale, other = block ? 1.0f : kBlock0Scale;
-            *reinterpret_cast<Float4*>(&smem.own_decay[block][gate_channel]) = Float4{x * own, y * own, z * own, w * own};
-            *reinterpret_cast<Pair32*>(&smem.other_decay[1 - block][gate_channel / 2]) =
-                Pair32{pack_f16(x * other, y * other), pack_f16(z * other, w * other)};
-        } else if (half == 0) {
-            smem.beta[beta_row] = beta_row < in.valid ? sigmoid(bf16_to_float(beta_raw)) : 0.0f;
+        for (int i = 0; i < 4; ++i) {
+            k_norm[i / 2][i % 2] = __shfl_sync(0xffffffffu, k, 8 * i + gid);
+            q_norm[i / 2][i % 2] = __shfl_sync(0xffffffffu, q, 8 * i + gid);
         }
     }
-    cp_async_wait<0>();
-    measure_rows(smem.squares[half][0], smem.k, row0 + gid, half, work_piece);
-    measure_rows(smem.squares[half][1], smem.q, row0 + gid, half, work_piece);
-    if (block == 0 && half == 0) wait_for_place();
-    barrier();  // G, the decays, the squares and beta are in place
-    u8* image = place();
+    u32 cumulate[2][4];
+    cumulate_fragment(cumulate[0], in.valid);
+    cumulate_fragment(cumulate[1], in.valid - kBlock);
+    // bound sigmoid(x) kGateScale = 1 / (c + c exp(-x)), exp in base 2 like all others.
+    const float gate_c = reciprocal_approx(args.lower_bound * kLog2E * kGateScale);
+    const u32 image = shared_address(smem.image);
 
-    constexpr float k_scale = block ? kKeyScale / kBlock0Scale : kKeyScale, q_scale = block ? kQueryScale / kBlock0Scale : kQueryScale;
-    const float k_norm[2] = {inverse_norm(smem, 0, row0 + gid, k_scale), inverse_norm(smem, 0, row0 + gid + 8, k_scale)};
-    const float q_norm[2] = {inverse_norm(smem, 1, row0 + gid, q_scale), inverse_norm(smem, 1, row0 + gid + 8, q_scale)};
-
-    // intra: scores within the block, and the chunk-level operands on the way.
-    float A[2][4] = {}, M[2][4] = {};  // C tiles: columns 0..7 and 8..15 of the block, times the scales
-    const int shared_piece = work_offset(row0 + gid, 8 * half) + 4 * tid;  // pieces j that this lane shares with its quad: ^ 16 j
-#pragma unroll 1  // unrolled, it needs more registers and gains nothing
-    for (int odd = 0; odd < 2; ++odd) {
-        const int m = 2 * half + odd, channel = 32 * m + 8 * tid;
-        const u8 *k_piece = smem.k + (work_piece ^ (odd << 6)), *q_piece = smem.q + (work_piece ^ (odd << 6));
-        const Quad32 k_raw[2] = {load_quad(k_piece), load_quad(k_piece + 8 * kRowBytes)};
-        const Quad32 q_raw[2] = {load_quad(q_piece), load_quad(q_piece + 8 * kRowBytes)};
-        __syncwarp();  // the warp has read group m of k and q, whose places are about to be reused
-
-        u32 k_f16[2][4], q_f16[2][4], k_end[2][4];  // pairs of channels, by row
+    // gate_cumsum, intra: the warp's share of all scores, as C tiles of columns 0..7 and 8..15, times the scales; and the
+    // chunk-level operands.
+    float A[2][2][4] = {}, M[2][2][4] = {}, A_10[2][4] = {}, M_10[2][4] = {};
+#pragma unroll 1  // unrolled, it leaves the instruction cache
+    for (int m = 0; m < 4; ++m) {
+        const u32 group = image + (lane_tile(half, lane) ^ (m << 5));
+        u32 k_raw[2][4], q_raw[2][4];                          // A fragments
+        u32 k_f16[2][4], q_f16[2][4], k_end[2][4], k_first[4];  // the same; k exp(G_end - G); block 0's exp(G_last - G)
 #pragma unroll
-        for (int four = 0; four < 2; ++four) {
-            float G[2][4], own_decay[4];
-            *reinterpret_cast<Float4*>(own_decay) = *reinterpret_cast<const Float4*>(&smem.own_decay[block][channel + 4 * four]);
+        for (int b = 0; b < 2; ++b) {
+            ldmatrix_x4(k_raw[b], group + kRawK + b * kBlock * kRowBytes);
+            ldmatrix_x4(q_raw[b], group + kRawQ + b * kBlock * kRowBytes);
+        }
+        u32 k_late[4], q_late[4];  // block 1's, decayed over block 0
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-                *reinterpret_cast<Float4*>(G[r]) = *reinterpret_cast<const Float4*>(&smem.G[row0 + gid + 8 * r][channel + 4 * four]);
+        for (int t = 0; t < 2; ++t) {
+            const int channel = 64 * half + 16 * m + 8 * t;
+            u32 g_raw[4];  // tokens 8 i + 2 tid, + 1 of channel gid
+            ldmatrix_x4_trans(g_raw, image + kRawG + tile_offset(lane, 8 * half + 2 * m + t));
+            const float bias = *reinterpret_cast<const float*>(smem.image + kBias + 4 * (channel + gid));
+            u32 gates[4];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int j = 2 * four + i;
-                float kd[2][2], qd[2][2], grown[2][2];
+            for (int i = 0; i < 4; ++i) {
+                const float lo = exp2_approx(fmaf(slope, bf16_lo(g_raw[i]), bias)), hi = exp2_approx(fmaf(slope, bf16_hi(g_raw[i]), bias));
+                gates[i] = pack_f16(reciprocal_approx(fmaf(gate_c, lo, gate_c)), reciprocal_approx(fmaf(gate_c, hi, gate_c)));
+            }
+            float end[2][2];  // exp(G) at the end of each block
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
+                float G[4] = {};
+                mma_f16(G, cumulate[b], gates[2 * b], gates[2 * b + 1]);
+                float decay[4], growth[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) decay[e] = exp2_approx(G[e]), growth[e] = exp2_approx(-G[e]);
+                end[b][0] = __shfl_sync(0xffffffffu, decay[2], 28 + tid);
+                end[b][1] = __shfl_sync(0xffffffffu, decay[3], 28 + tid);
+                const float to_end[2] = {b ? end[b][0] : end[b][0] / kBlock0Scale, b ? end[b][1] : end[b][1] / kBlock0Scale};
+                float kd[4], kg[4], qd[4];
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const Quad32 kq = k_raw[r], qq = q_raw[r];
-                    const u32 k_pair = j == 0 ? kq.x : j == 1 ? kq.y : j == 2 ? kq.z : kq.w;
-                    const u32 q_pair = j == 0 ? qq.x : j == 1 ? qq.y : j == 2 ? qq.z : qq.w;
-                    float end[2];
+                    const u32 k_pair = k_raw[b][2 * t + r], q_pair = q_raw[b][2 * t + r];
+                    const float k[2] = {bf16_lo(k_pair) * k_norm[b][r], bf16_hi(k_pair) * k_norm[b][r]};
+                    const float q[2] = {bf16_lo(q_pair) * q_norm[b][r], bf16_hi(q_pair) * q_norm[b][r]};
 #pragma unroll
-                    for (int b = 0; b < 2; ++b) {
-                        const float k = (b ? bf16_hi(k_pair) : bf16_lo(k_pair)) * k_norm[r];
-                        const float q = (b ? bf16_hi(q_pair) : bf16_lo(q_pair)) * q_norm[r];
-                        const float decay = exp2_approx(G[r][2 * i + b]);
-                        kd[r][b] = k * decay;
-                        qd[r][b] = q * decay;
-                        grown[r][b] = k * exp2_approx(-G[r][2 * i + b]);
-                        end[b] = grown[r][b] * own_decay[2 * i + b];
+                    for (int e = 0; e < 2; ++e) {
+                        kd[2 * r + e] = k[e] * decay[2 * r + e];
+                        qd[2 * r + e] = q[e] * decay[2 * r + e];
+                        kg[2 * r + e] = k[e] * growth[2 * r + e];
                     }
-                    k_f16[r][j] = pack_f16(kd[r][0], kd[r][1]);
-                    q_f16[r][j] = pack_f16(qd[r][0], qd[r][1]);
-                    k_end[r][j] = pack_f16(end[0], end[1]);
+                    k_f16[b][2 * t + r] = pack_f16(kd[2 * r], kd[2 * r + 1]);
+                    q_f16[b][2 * t + r] = pack_f16(qd[2 * r], qd[2 * r + 1]);
+                    k_end[b][2 * t + r] = pack_f16(kg[2 * r] * to_end[0], kg[2 * r + 1] * to_end[1]);
                 }
+                // The contraction takes channels 2 tid as its columns tid, 2 tid + 1 as tid + 4.
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
-                    mma_tf32(A[n], kd[0][0], kd[1][0], kd[0][1], kd[1][1], grown[n][0], grown[n][1]);
-                    mma_tf32(M[n], qd[0][0], qd[1][0], qd[0][1], qd[1][1], grown[n][0], grown[n][1]);
+                    mma_tf32(A[b][n], kd[0], kd[2], kd[1], kd[3], kg[2 * n], kg[2 * n + 1]);
+                    mma_tf32(M[b][n], qd[0], qd[2], qd[1], qd[3], kg[2 * n], kg[2 * n + 1]);
+                }
+            }
+            const u32 over_first = pack_f16(end[0][0] * kBlock0Scale, end[0][1] * kBlock0Scale);
+            const u32 over_second = pack_f16(end[1][0], end[1][1]);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                k_late[2 * t + r] = mul_f16x2(k_f16[1][2 * t + r], over_first);
+                q_late[2 * t + r] = mul_f16x2(q_f16[1][2 * t + r], over_first);
+                k_first[2 * t + r] = mul_f16x2(k_end[0][2 * t + r], over_second);
+            }
+            __syncwarp();  // everybody has this tile's bias
+            if (gid == 0)
+                *reinterpret_cast<Float2*>(smem.image + kDecay + 4 * (channel + 2 * tid)) = Float2{end[0][0] * end[1][0], end[0][1] * end[1][1]};
+        }
+        // Block 1 with block 0's keys, which as B fragments are what they are as A fragments.
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            mma_f16(A_10[n], k_f16[1], k_end[0][n], k_end[0][n + 2]);
+            mma_f16(M_10[n], q_f16[1], k_end[0][n], k_end[0][n + 2]);
+        }
+        stmatrix_x4(group + kKDecayed, k_f16[0]);
+        stmatrix_x4(group + kKDecayed + kBlock * kRowBytes, k_late);
+        stmatrix_x4(group + kQDecayed, q_f16[0]);
+        stmatrix_x4(group + kQDecayed + kBlock * kRowBytes, q_late);
+        stmatrix_x4(group + kRawG, k_first);
+        stmatrix_x4(group + kRawG + kBlock * kRowBytes, k_end[1]);
+    }
+
+    // Warp 0 completes A, warp 1 M.
+    const auto give = [&](const float (&own)[2][2][4], const float (&cross)[2][4]) {
+        Float4 (&to)[6][32] = smem.partial[1 - half];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            to[n][lane] = Float4{own[0][n][0], own[0][n][1], own[0][n][2], own[0][n][3]};
+            to[2 + n][lane] = Float4{own[1][n][0], own[1][n][1], own[1][n][2], own[1][n][3]};
+            to[4 + n][lane] = Float4{cross[n][0], cross[n][1], cross[n][2], cross[n][3]};
+        }
+    };
+    const auto take = [&](float (&own)[2][2][4], float (&cross)[2][4]) {
+        const Float4 (&from)[6][32] = smem.partial[half];
+        const auto add = [&](float (&x)[4], const Float4& y) { x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w; };
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            add(own[0][n], from[n][lane]);
+            add(own[1][n], from[2 + n][lane]);
+            add(cross[n], from[4 + n][lane]);
+        }
+    };
+    if (half == 0)
+        give(M, M_10);
+    else
+        give(A, A_10);
+    barrier();  // the other warp's sums are here
+
+    // Row of T (or of a tile) whose address this lane gives to ldmatrix.x4: tiles (0, 0), (8, 0), (0, 8), (8, 8).
+    const int tile_row = (lane & 7) + 8 * ((lane >> 3) & 1), tile_column = 8 * (lane >> 4);
+    u32 m_own[2][4], m_10[4];  // f16 A fragments; warp 1's
+    if (half == 0) {
+        take(A, A_10);
+        __syncwarp();  // A's columns go where the sums were
+        // Causality (what lies above the diagonal may have overflowed: select, never multiply), and beta on the rows of A.
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+            const float scale = kTruncation / (b ? kWriteScale * kWriteScale : kKeyScale * kKeyScale);
+            const float beta_scaled[2] = {__shfl_sync(0xffffffffu, beta, kBlock * b + gid) * scale,
+                                          __shfl_sync(0xffffffffu, beta, kBlock * b + gid + 8) * scale};
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int i = gid + 8 * (e >> 1), j = 8 * n + 2 * tid + (e & 1);
+                    a_column(smem, b, j)[i] = j < i ? A[b][n][e] * beta_scaled[e >> 1] : 0.0f;
                 }
             }
         }
-        const Quad32 other = load_quad(&smem.other_decay[block][channel / 2]);
-        const u32 other_decay[4] = {other.x, other.y, other.z, other.w};
+        u32 l[4];  // A_10 = diag(beta) L
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            u32 k_image[4], q_image[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                k_image[j] = block ? mul_f16x2(k_f16[r][j], other_decay[j]) : k_f16[r][j];
-                q_image[j] = block ? mul_f16x2(q_f16[r][j], other_decay[j]) : q_f16[r][j];
-                const u32 restored = block ? k_end[r][j] : mul_f16x2(k_end[r][j], other_decay[j]);
-                *reinterpret_cast<u32*>(smem.k + (shared_piece ^ (odd << 6) ^ (j << 4)) + 8 * r * kRowBytes) = restored;
-            }
-            const int piece = own_piece ^ (odd << 6);
-            store_quad(image + kKDecayed + piece + 8 * r * kRowBytes, Quad32{k_image[0], k_image[1], k_image[2], k_image[3]});
-            store_quad(image + kQDecayed + piece + 8 * r * kRowBytes, Quad32{q_image[0], q_image[1], q_image[2], q_image[3]});
-        }
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-            const int j = 2 * step;
-            if (block == 0)
-                *k_end_fragment(smem, m, step, lane) = Quad32{k_end[0][j], k_end[0][j + 1], k_end[1][j], k_end[1][j + 1]};
-            else
-                *q_local_fragment(smem, m, step, lane) = Quad32{q_f16[0][j], q_f16[1][j], q_f16[0][j + 1], q_f16[1][j + 1]};
-        }
-        if (block == 1) {
-            __syncwarp();  // the warp has read group m of G
-#pragma unroll
-            for (int step = 0; step < 2; ++step) {
-                const int j = 2 * step;
-                *k_local_fragment(smem, m, step, lane) = Quad32{k_f16[0][j], k_f16[1][j], k_f16[0][j + 1], k_f16[1][j + 1]};
-            }
-        }
-    }
-    if (half == 1) {
+        for (int n = 0; n < 2; ++n) l[2 * n] = pack_f16(A_10[n][0], A_10[n][1]), l[2 * n + 1] = pack_f16(A_10[n][2], A_10[n][3]);
         __syncwarp();
-        *partial_scores(smem, block, 0, lane) = Float4{A[0][0], A[0][1], A[0][2], A[0][3]};
-        *partial_scores(smem, block, 1, lane) = Float4{A[1][0], A[1][1], A[1][2], A[1][3]};
-        *partial_scores(smem, block, 2, lane) = Float4{M[0][0], M[0][1], M[0][2], M[0][3]};
-        *partial_scores(smem, block, 3, lane) = Float4{M[1][0], M[1][1], M[1][2], M[1][3]};
-    }
-    barrier();  // k_restored, the fragments and half 1's scores are in place
 
-    // Half 0 completes the scores of its block. Half 1 takes block 1's with block 0's keys: L (k) in warp (0, 1), M_10 (q) in (1, 1).
-    u32 m_own[4] = {}, crossed[4] = {};  // f16 A fragments
-    if (half == 0) {
-        // Causality (what lies above the diagonal may have overflowed: select, never multiply), and beta on the rows of A.
-        constexpr float A_scale = kTruncation / (k_scale * k_scale);
-        constexpr float M_scale = kTruncation * kMScale / (k_scale * q_scale);
+        // solve: both diagonal blocks at once, by forward substitution in fp32 (a Neumann series diverges on repeated keys);
+        // lane = column, half a warp for each block.
+        {
+            const int b = lane >> 4, column = lane & 15;
+            const float sigma = beta * exp2_int(shift);
+            float x[kBlock];
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const Float4 a = *partial_scores(smem, block, n, lane), m = *partial_scores(smem, block, 2 + n, lane);
-            A[n][0] += a.x, A[n][1] += a.y, A[n][2] += a.z, A[n][3] += a.w;
-            M[n][0] += m.x, M[n][1] += m.y, M[n][2] += m.z, M[n][3] += m.w;
+            for (int i = 0; i < kBlock; ++i) x[i] = i == column ? sigma : 0.0f;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int i = gid + 8 * (e >> 1), j = 8 * n + 2 * tid + (e & 1);
-                a_column(smem, block, j)[i] = j < i ? A[n][e] * (A_scale * smem.beta[row0 + i]) : 0.0f;
-                M[n][e] = j <= i ? M[n][e] * M_scale : 0.0f;
+            for (int j = 0; j + 1 < kBlock; ++j) {
+#pragma unroll
+                for (int i4 = (j + 1) / 4; i4 < kBlock / 4; ++i4) {
+                    const Float4 a = *reinterpret_cast<const Float4*>(a_column(smem, b, j) + 4 * i4);
+                    const float a4[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        if (4 * i4 + e > j) x[4 * i4 + e] = fmaf(-a4[e], x[j], x[4 * i4 + e]);
+                }
             }
-            m_own[2 * n] = pack_f16(M[n][0], M[n][1]);
-            m_own[2 * n + 1] = pack_f16(M[n][2], M[n][3]);
+            __syncwarp();  // T goes where A's columns were
+#pragma unroll
+            for (int i = 0; i < kBlock; ++i) *t_element(smem, kBlock * b + i, lane) = static_cast<u16>(pack_f16(x[i], 0.0f));
         }
-        if (block == 1) smem.m_own[lane] = Quad32{m_own[0], m_own[1], m_own[2], m_own[3]};
-    } else {
-        float cross[2][4] = {};
-#pragma unroll
-        for (int s = 0; s < 8; ++s) {
-            const Quad32 b = *k_end_fragment(smem, s / 2, s & 1, lane);
-            const Quad32 x = block ? *q_local_fragment(smem, s / 2, s & 1, lane) : *k_local_fragment(smem, s / 2, s & 1, lane);
-            const u32 a[4] = {x.x, x.y, x.z, x.w};
-            mma_f16(cross[0], a, b.x, b.y);
-            mma_f16(cross[1], a, b.z, b.w);
-        }
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            crossed[2 * n] = pack_f16(cross[n][0], cross[n][1]);
-            crossed[2 * n + 1] = pack_f16(cross[n][2], cross[n][3]);
-        }
-    }
-    const int shift = beta_shift(warp_max_positive(smem.beta[lane]));
-    barrier();  // A is in place
-
-    // solve: both diagonal blocks at once by warp (0, 0), by forward substitution in fp32 (a Neumann series diverges on repeated
-    // keys); lane = column, half a warp for each block.
-    if (block == 0 && half == 0) {
-        const int b = lane >> 4, column = lane & 15;
-        const float sigma = smem.beta[lane] * exp2_int(shift);
-        float x[kBlock];
-#pragma unroll
-        for (int i = 0; i < kBlock; ++i) x[i] = i == column ? sigma : 0.0f;
-#pragma unroll
-        for (int j = 0; j + 1 < kBlock; ++j) {
-#pragma unroll
-            for (int i4 = (j + 1) / 4; i4 < kBlock / 4; ++i4) {
-                const Float4 a = *reinterpret_cast<const Float4*>(a_column(smem, b, j) + 4 * i4);
-                const float a4[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    if (4 * i4 + e > j) x[4 * i4 + e] = fmaf(-a4[e], x[j], x[4 * i4 + e]);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kBlock; ++i) *t_element(smem, 16 * b + i, 16 * b + column) = static_cast<u16>(pack_f16(x[i], 0.0f));
-    }
-    if (block == 1 && half == 0) meanwhile();
-    barrier();  // T's diagonal blocks are in place
-
-    // Row of T (or k_restored) whose address this lane gives to ldmatrix.x4: tiles (0, 0), (8, 0), (0, 8), (8, 8).
-    const int tile_row = (lane & 7) + 8 * ((lane >> 3) & 1), tile_column = 8 * (lane >> 4);
-    if (block == 0 && half == 1) {
+        __syncwarp();
         // T_10 = -T_11 L T_00, where T_11's beta stands for that of A_10 = diag(beta) L.
         u32 t00[4], t11[4];
         ldmatrix_x4_trans(t00, shared_address(t_element(smem, tile_row, tile_column)));
-        ldmatrix_x4(t11, shared_address(t_element(smem, 16 + tile_row, 16 + tile_column)));
+        ldmatrix_x4(t11, shared_address(t_element(smem, kBlock + tile_row, kBlock + tile_column)));
         // Both factors carry 2^shift, the product needs one; L carries the scales of its keys.
         const float unshift = -exp2_int(-shift) / (kWriteScale * kWriteScale);
+        u32 t10[4];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            float p[4] = {}, t10[4] = {};
-            mma_f16(p, crossed, t00[2 * n], t00[2 * n + 1]);
+            float p[4] = {}, t[4] = {};
+            mma_f16(p, l, t00[2 * n], t00[2 * n + 1]);
             const u32 b0 = movmatrix_trans(pack_f16(p[0] * unshift, p[1] * unshift));
             const u32 b1 = movmatrix_trans(pack_f16(p[2] * unshift, p[3] * unshift));
-            mma_f16(t10, t11, b0, b1);
-            *reinterpret_cast<u32*>(t_element(smem, 16 + gid, 8 * n + 2 * tid)) = pack_f16(t10[0], t10[1]);
-            *reinterpret_cast<u32*>(t_element(smem, 24 + gid, 8 * n + 2 * tid)) = pack_f16(t10[2], t10[3]);
+            mma_f16(t, t11, b0, b1);
+            t10[2 * n] = pack_f16(t[0], t[1]), t10[2 * n + 1] = pack_f16(t[2], t[3]);
         }
+        stmatrix_x4(shared_address(t_element(smem, kBlock + tile_row, tile_column)), t10);
+    } else {
+        take(M, M_10);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
+                const float scale = kTruncation * kMScale / (b ? kWriteScale * kQueryScale / kBlock0Scale : kKeyScale * kQueryScale);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int i = gid + 8 * (e >> 1), j = 8 * n + 2 * tid + (e & 1);
+                    M[b][n][e] = j <= i ? M[b][n][e] * scale : 0.0f;
+                }
+                m_own[b][2 * n] = pack_f16(M[b][n][0], M[b][n][1]), m_own[b][2 * n + 1] = pack_f16(M[b][n][2], M[b][n][3]);
+            }
+            m_10[2 * n] = pack_f16(M_10[n][0], M_10[n][1]), m_10[2 * n + 1] = pack_f16(M_10[n][2], M_10[n][3]);
+        }
+        meanwhile();
     }
     barrier();  // T is in place
 
-    const int wy_half = opaque(threadIdx.x) >> 5 & 1;  // `half` again: it is not worth a register until here
-
-    // wy: rows of this block, channels of this half. T^T is upper triangular: block 0 of A_k takes keys of both blocks, block 1
-    // only its own.
-    u32 t_upper[4] = {}, t_own[4];  // A fragments of T^T
+    // wy, this warp's channels. T^T is upper triangular: block 0 of A_k takes keys of both blocks, block 1 only its own.
     {
-        // Transposed loads: tiles in the order of an A fragment of T^T, (j, i), (j + 8, i), (j, i + 8), (j + 8, i + 8).
+        u32 t_00[4], t_10[4], t_11[4];  // A fragments of T^T: transposed loads, tiles (j, i), (j + 8, i), (j, i + 8), (j + 8, i + 8)
         const int i = (lane & 7) + 8 * (lane >> 4), j = 8 * ((lane >> 3) & 1);
-        ldmatrix_x4_trans(t_own, shared_address(t_element(smem, row0 + i, row0 + j)));
-        if (block == 0) ldmatrix_x4_trans(t_upper, shared_address(t_element(smem, 16 + i, j)));
-    }
+        ldmatrix_x4_trans(t_00, shared_address(t_element(smem, i, j)));
+        ldmatrix_x4_trans(t_10, shared_address(t_element(smem, kBlock + i, j)));
+        ldmatrix_x4_trans(t_11, shared_address(t_element(smem, kBlock + i, kBlock + j)));
 #pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-        float ak[4][4] = {};
+        for (int m = 0; m < 4; ++m) {
+            const u32 group = image + kAk + (lane_tile(half, lane) ^ (m << 5));
+            u32 k_first[4], k_second[4];  // B fragments
+            ldmatrix_x4_trans(k_first, group);
+            ldmatrix_x4_trans(k_second, group + kBlock * kRowBytes);
+            u32 first[4], second[4];
 #pragma unroll
-        for (int jj = 0; jj < 4; jj += 2) {
-            const int piece = 8 * wy_half + 4 * odd + jj + (lane >> 4);
-            u32 b[4];
-            ldmatrix_x4_trans(b, shared_address(smem.k + work_offset(row0 + tile_row, piece)));
-            mma_f16(ak[jj], t_own, b[0], b[1]);
-            mma_f16(ak[jj + 1], t_own, b[2], b[3]);
-            if (block == 0) {
-                ldmatrix_x4_trans(b, shared_address(smem.k + work_offset(16 + tile_row, piece)));
-                mma_f16(ak[jj], t_upper, b[0], b[1]);
-                mma_f16(ak[jj + 1], t_upper, b[2], b[3]);
+            for (int n = 0; n < 2; ++n) {
+                float x[4] = {}, y[4] = {};
+                mma_f16(x, t_00, k_first[2 * n], k_first[2 * n + 1]);
+                mma_f16(y, t_11, k_second[2 * n], k_second[2 * n + 1]);
+                mma_f16(x, t_10, k_second[2 * n], k_second[2 * n + 1]);
+                first[2 * n] = pack_f16(x[0], x[1]), first[2 * n + 1] = pack_f16(x[2], x[3]);
+                second[2 * n] = pack_f16(y[0], y[1]), second[2 * n + 1] = pack_f16(y[2], y[3]);
             }
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            store_quad(image + kAk + (own_piece ^ (odd << 6)) + 8 * r * kRowBytes,
-                       Quad32{pack_f16(ak[0][2 * r], ak[0][2 * r + 1]), pack_f16(ak[1][2 * r], ak[1][2 * r + 1]),
-                              pack_f16(ak[2][2 * r], ak[2][2 * r + 1]), pack_f16(ak[3][2 * r], ak[3][2 * r + 1])});
+            stmatrix_x4(group, first);
+            stmatrix_x4(group + kBlock * kRowBytes, second);
         }
     }
-    // A_q = M T by blocks: (0, 0) and (1, 1) by half 0; (1, 0) by warp (1, 1), who has M_10; (0, 1), zero, by warp (0, 1).
-    float aq[2][4] = {};
-    if (wy_half == 0) {
-        u32 b[4];
-        ldmatrix_x4_trans(b, shared_address(t_element(smem, row0 + tile_row, row0 + tile_column)));
-        mma_f16(aq[0], m_own, b[0], b[1]);
-        mma_f16(aq[1], m_own, b[2], b[3]);
-    } else if (block == 1) {
-        u32 b[4];
-        const Quad32 m = smem.m_own[lane];
-        const u32 m_11[4] = {m.x, m.y, m.z, m.w};
-        ldmatrix_x4_trans(b, shared_address(t_element(smem, 16 + tile_row, tile_column)));
-        mma_f16(aq[0], m_11, b[0], b[1]);
-        mma_f16(aq[1], m_11, b[2], b[3]);
-        ldmatrix_x4_trans(b, shared_address(t_element(smem, tile_row, tile_column)));
-        mma_f16(aq[0], crossed, b[0], b[1]);
-        mma_f16(aq[1], crossed, b[2], b[3]);
-    }
-    const float aq_scale = kQueryScale * kWriteScale / kMScale * exp2_int(-shift);
-    const int aq_column = wy_half == 0 ? 2 * block : 2 * (1 - block);  // in pieces
+    // A_q = M T by blocks; (0, 1) is zero.
+    if (half == 1) {
+        u32 t_00[4], t_10[4], t_11[4];  // B fragments
+        ldmatrix_x4_trans(t_00, shared_address(t_element(smem, tile_row, tile_column)));
+        ldmatrix_x4_trans(t_10, shared_address(t_element(smem, kBlock + tile_row, tile_column)));
+        ldmatrix_x4_trans(t_11, shared_address(t_element(smem, kBlock + tile_row, kBlock + tile_column)));
+        const float scale = kQueryScale * kWriteScale / kMScale * exp2_int(-shift);
+        u32 aq_00[4], aq_10[4], aq_11[4];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            *reinterpret_cast<u32*>(image + kAq + aq_offset(row0 + gid + 8 * r, aq_column + n) + 4 * tid) =
-                pack_f16(aq[n][2 * r] * aq_scale, aq[n][2 * r + 1] * aq_scale);
+        for (int n = 0; n < 2; ++n) {
+            float x[4] = {}, y[4] = {}, z[4] = {};
+            mma_f16(x, m_own[0], t_00[2 * n], t_00[2 * n + 1]);
+            mma_f16(y, m_10, t_00[2 * n], t_00[2 * n + 1]);
+            mma_f16(z, m_own[1], t_11[2 * n], t_11[2 * n + 1]);
+            mma_f16(y, m_own[1], t_10[2 * n], t_10[2 * n + 1]);
+            aq_00[2 * n] = pack_f16(x[0] * scale, x[1] * scale), aq_00[2 * n + 1] = pack_f16(x[2] * scale, x[3] * scale);
+            aq_10[2 * n] = pack_f16(y[0] * scale, y[1] * scale), aq_10[2 * n + 1] = pack_f16(y[2] * scale, y[3] * scale);
+            aq_11[2 * n] = pack_f16(z[0] * scale, z[1] * scale), aq_11[2 * n + 1] = pack_f16(z[2] * scale, z[3] * scale);
+        }
+        const u32 none[4] = {};
+        stmatrix_x4(image + kAq + aq_offset(tile_row, lane >> 4), aq_00);
+        stmatrix_x4(image + kAq + aq_offset(tile_row, 2 + (lane >> 4)), none);
+        stmatrix_x4(image + kAq + aq_offset(kBlock + tile_row, lane >> 4), aq_10);
+        stmatrix_x4(image + kAq + aq_offset(kBlock + tile_row, 2 + (lane >> 4)), aq_11);
+    } else if (lane == 0) {
+        *reinterpret_cast<float*>(smem.image + kShift) = exp2_int(shift);
+        *reinterpret_cast<i32*>(smem.image + kShift + 4) = shift;
     }
-    const int c = 64 * wy_half + 32 * block + lane;
-    *reinterpret_cast<float*>(image + kDecay + 4 * c) = kBlock0Scale * smem.own_decay[0][c] * smem.own_decay[1][c];
-    if (block == 0 && wy_half == 0 && lane == 0) {
-        *reinterpret_cast<float*>(image + kShift) = exp2_int(shift);
-        *reinterpret_cast<i32*>(image + kShift + 4) = shift;
-    }
+    async_proxy_fence();  // bulk copies may follow
+    barrier();
 }

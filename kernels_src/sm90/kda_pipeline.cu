@@ -6,9 +6,9 @@
 // in      KdaArgs (common/kda_args.cuh), PipelineArgs
 // out     out bf16; final_state; checkpoint_state
 // launch  kda_pipeline_begin  1 CTA: zeroes the flags
-//         kda_pipeline        grid = SMs, 640 threads, kPipelineSmem; after it, on the same stream
-// roles   a ticket decides: producer CTAs prepare five chunks at a time, four warps each; consumer CTAs run up to two chains, a
-//         warpgroup that computes and a warp that moves data each, and give the other warps' registers to the former
+//         kda_pipeline        grid = SMs, 384 threads, kPipelineSmem; after it, on the same stream
+// roles   a ticket decides: producer CTAs prepare six chunks at a time, two warps each; consumer CTAs run up to two chains, a
+//         warpgroup that computes and a warp that moves data each, and give registers of the latter's warpgroup to the former
 // order   lane = (group of sequences, head): its chunks run one after another, in two chains (halves of V); lanes run
 //         beside each other. Producers take chunks of all lanes in turn: chunk 0 of every lane, chunk 1, ...
 // ring    each lane has `ring` stage images; a producer writes the image of chunk i when both chains are past chunk i - ring
@@ -76,11 +76,11 @@ KDA_DEVICE Group load_group(const PipelineArgs& args, int group) {
     return g;
 }
 
-constexpr int kThreads = 640;           // at 96 registers
-constexpr int kQuads = kThreads / 128;  // of warps: chunks that a producer CTA works on at a time
-constexpr int kChains = 2;              // of a consumer CTA
+constexpr int kThreads = 384;          // at 168 registers
+constexpr int kPairs = kThreads / 64;  // of warps: chunks that a producer CTA works on at a time
+constexpr int kChains = 2;             // of a consumer CTA
 constexpr int kMaxGroups = 64;
-constexpr int kPipelineSmem = 196608;   // for one CTA an SM, whatever its role
+constexpr int kPipelineSmem = 212992;  // for one CTA an SM, whatever its role
 
 // One chunk of one value head, as the producers need to know it.
 struct Job {
@@ -151,50 +151,62 @@ struct JobList {
 };
 
 struct ProducerSmem {
-    PrepareSmem prepare[kQuads];
-    Job jobs[kQuads][2];
-    JobList list[kQuads];  // of the quad's warp (1, 0), who has no register to spare
+    PrepareSmem prepare[kPairs];
+    Job jobs[kPairs][2];
+    JobList list[kPairs];  // of the pair's warp 1, who has no register to spare
     Group groups[kMaxGroups];
 };
 
-KDA_DEVICE void find_job(const PipelineArgs& args, ProducerSmem& smem, int quad, int turn) {
-    JobList list = smem.list[quad];
-    list.next(args, smem.groups, smem.jobs[quad][turn]);
+KDA_DEVICE void find_job(const PipelineArgs& args, ProducerSmem& smem, int pair, int turn) {
+    JobList list = smem.list[pair];
+    list.next(args, smem.groups, smem.jobs[pair][turn]);
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) smem.list[quad] = list;
+    if ((threadIdx.x & 31) == 0) smem.list[pair] = list;
     __syncwarp();
 }
 
 KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int producer, int producers) {
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), quad = warp / 4, role = warp % 4;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), pair = warp / 2, half = warp % 2;
+    const bool leader = (threadIdx.x & 31) == 0;
     for (int g = warp; g < args.groups; g += kThreads / 32) {
         const Group group = load_group(args, g);
-        if ((threadIdx.x & 31) == 0) smem.groups[g] = group;
+        if (leader) smem.groups[g] = group;
     }
     __syncthreads();
-    const auto barrier = [&] { named_barrier(1 + quad, 128); };
-    if (role == 2) {
+    const auto barrier = [&] { named_barrier(1 + pair, 64); };
+    if (half == 1) {
         // Neighbouring heads of a chunk go to different SMs.
-        smem.list[quad] = JobList(args, smem.groups, quad * producers + producer, kQuads * producers);
+        smem.list[pair] = JobList(args, smem.groups, pair * producers + producer, kPairs * producers);
         __syncwarp();
-        find_job(args, smem, quad, 0);
+        find_job(args, smem, pair, 0);
     }
     barrier();
-    for (int turn = 0; smem.jobs[quad][turn].exists; turn ^= 1) {
-        const Job& job = smem.jobs[quad][turn];
-        const auto place = [&] { return job.image; };
-        const auto wait_for_place = [&] {
+    // Warp 1's leader stores the image and says so one job later, when it has long arrived.
+    bool stored = false;
+    const auto publish = [&](const Job& job) {
+        if (!leader || !stored) return;
+        bulk_store_wait();
+        store_release(job.ready, job.number + 1);
+    };
+    int turn = 0;
+    for (; smem.jobs[pair][turn].exists; turn ^= 1) {
+        const Job& job = smem.jobs[pair][turn];
+        prepare_chunk(args.kda, job.in, job.hv, smem.prepare[pair], half, barrier, [&] { publish(smem.jobs[pair][turn ^ 1]); },
+                      [&] { find_job(args, smem, pair, turn ^ 1); });
+        if (half == 1) {
             while (static_cast<i32>(load_acquire(job.consumed)) < job.needed) __nanosleep(32);
             while (static_cast<i32>(load_acquire(job.consumed + 1)) < job.needed) __nanosleep(32);
-        };
-        const auto meanwhile = [&] { find_job(args, smem, quad, turn ^ 1); };
-        if (role < 2)
-            prepare_block<0>(args.kda, job.in, job.hv, place, smem.prepare[quad], barrier, wait_for_place, [] {});
-        else
-            prepare_block<1>(args.kda, job.in, job.hv, place, smem.prepare[quad], barrier, [] {}, meanwhile);
-        barrier();  // the image is written, the next job is known, and this quad's shared memory is free
-        if (threadIdx.x % 128 == 0) store_release(job.ready, job.number + 1);
+            if (leader) {
+                bulk_store(job.image, shared_address(smem.prepare[pair].image), kStageBytes);
+                bulk_store_commit();
+                bulk_store_wait_read();
+            }
+            stored = true;
+            __syncwarp();
+        }
+        barrier();  // this pair's shared memory is free
     }
+    if (half == 1) publish(smem.jobs[pair][turn ^ 1]);
 }
 
 // Images from the ring of a lane, one sequence at a time; asked by the chain's mover warp.
@@ -306,15 +318,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) kda_pipeline(const __g
     const int ticket = shared_ticket, total = gridDim.x;
     const int consumer = static_cast<int>(static_cast<i64>(ticket) * args.consumers / total);
     const bool is_consumer = static_cast<int>(static_cast<i64>(ticket + 1) * args.consumers / total) > consumer;
-    if (is_consumer) {  // 2 x 128 x 168 + 128 x 64 + 2 x 128 x 24 registers, of 640 x 96
+    if (is_consumer) {  // 2 x 128 x 200 + 128 x 104 registers, of 384 x 168
         if (threadIdx.x < 128 * kChains) {
-            raise_registers<168>();
+            raise_registers<200>();
             compute(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
-        } else if (threadIdx.x < 128 * (kChains + 1)) {
-            lower_registers<64>();
-            move(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
         } else {
-            lower_registers<24>();
+            lower_registers<104>();
+            move(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
         }
     } else {
         produce(args, *reinterpret_cast<ProducerSmem*>(dynamic_smem), ticket - consumer, total - args.consumers);
