@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from kda_jit.backends.base import LaunchRecord, last_launch, record_launch
-from kda_jit.bench import gate, machine, peers, registry, report, run, subject, timer
-from kda_jit.bench.registry import ACCURACY, SPEED, BenchCase
+from kda_jit.bench import gate, lineup, machine, peers, registry, report, run, subject, timer
+from kda_jit.bench.cases import BenchCase
+from kda_jit.bench.lineup import Lineup
+from kda_jit.bench.registry import ACCURACY, SPEED
 from kda_jit.bench.subject import Ours
-from kda_jit.bench.timer import HostTiming, Timing
+from kda_jit.bench.timer import HostTiming, Profile, Timing
 from kda_jit.errors import CompileError, InputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +98,7 @@ def test_shortened_keeps_sequences_and_heads_and_varies_lengths():
 def test_select_by_suite_and_pattern():
     assert registry.select(["flashkda"]) == (list(SPEED), [])
     assert registry.select(["accuracy"]) == ([], list(ACCURACY))
-    speed, accuracy = registry.select(registry.SUITES, ["*_h96", "table_3*"])
+    speed, accuracy = registry.select(registry.FRONT, ["*_h96", "table_3*"])
     assert [case.name for case in speed] == ["1x8192_h96", "mixed_8192_h96", "8x1024_h96"]
     assert [case.regime for case in accuracy] == ["table_3_g_minus_8"]
     with pytest.raises(InputError, match=r"case: expected one of 8x2048_h16, .* got 'nine'"):
@@ -253,8 +255,9 @@ class FakeTimer:
     def host(self, contender, gpu_us):
         return HostTiming(3.0, 11.0)
 
-    def kernels(self, contender):
-        return dict.fromkeys(self.seen or last_launch().kernels, 4.0)
+    def profile(self, contender):
+        found = dict.fromkeys(self.seen or last_launch().kernels, 4.0)
+        return Profile(found, len(found))
 
     @staticmethod
     def us(contender):
@@ -284,8 +287,8 @@ def _no_schedule(monkeypatch):
 
 
 def time_small(timer=None, peer=None, ours=OURS):
-    found = [peer or FakePeer()]
-    return run.time_case(SMALL, [ours], found, timer or FakeTimer(), 4e12, CPU)
+    found = Lineup([ours], [peer or FakePeer()])
+    return run.time_case(SMALL, found, timer or FakeTimer(), 4e12, CPU)
 
 
 def test_row_has_times_floor_and_ratio():
@@ -300,6 +303,7 @@ def test_row_has_times_floor_and_ratio():
     ours, peer = row["timings"]["torch"], row["timings"]["flashkda"]
     assert (ours["graph_us"], ours["host_us"], ours["call_us"]) == (8.0, 3.0, 11.0)
     assert (ours["backend"], ours["kernels"]) == ("torch", {"torch_chunk16": 4.0})
+    assert ours["launches"] == 1
     assert "graph_us" not in peer
 
 
@@ -334,14 +338,14 @@ class Wrong(Ours):
 
 
 def test_second_subject_that_is_wrong_leaves_the_first_its_time():
-    row = run.time_case(SMALL, [OURS, Wrong("torch")], [], FakeTimer(), 4e12, CPU)
+    row = run.time_case(SMALL, Lineup([OURS, Wrong("torch")]), FakeTimer(), 4e12, CPU)
     assert row["us"] == 10.0
     assert list(row["timings"]) == ["torch"]
     assert [note.partition(",")[0] for note in row["notes"]] == ["wrong"]
 
 
 def test_second_subject_does_not_stand_in_for_a_first_that_is_wrong():
-    row = run.time_case(SMALL, [Wrong("torch"), OURS], [], FakeTimer(), 4e12, CPU)
+    row = run.time_case(SMALL, Lineup([Wrong("torch"), OURS]), FakeTimer(), 4e12, CPU)
     assert row["failed"].startswith("wrong, short: out")
     assert "us" not in row
 
@@ -352,6 +356,16 @@ def test_peer_that_computes_something_else_is_not_compared():
     assert row["us"] == 10.0
     assert not row.keys() & {"flashkda_us", "vs_flashkda"}
     assert list(row["timings"]) == ["torch"]
+
+
+def test_peer_that_breaks_leaves_ours_its_time():
+    class Broken(FakePeer):
+        def bind(self, inputs):
+            raise RuntimeError("no such symbol")
+
+    row = time_small(peer=Broken())
+    assert row["notes"] == ["flashkda: RuntimeError: no such symbol"]
+    assert row["us"] == 10.0
 
 
 def test_error_table_compares_with_float64():
@@ -392,7 +406,7 @@ def test_flashkda_gets_its_arguments_in_order(monkeypatch, tmp_path):
 
     called = []
     peer = peers.FlashKDA(tmp_path / "x.so")
-    monkeypatch.setitem(peer.__dict__, "_ops", Ops)
+    monkeypatch.setitem(peer.__dict__, "ops", Ops)
     x = SMALL.inputs(CPU)
     out, final = peer.bind(x)()
     assert [a is b for a, b in zip(called, x.args)] == [True] * 5
@@ -415,7 +429,8 @@ def test_flashkda_gets_its_arguments_in_order(monkeypatch, tmp_path):
 def a_run():
     fails = {"case": "other", "lengths": [9], "heads": 1, "floor_us": 1.0, "failed": "is wrong"}
     ours = Timing(123.4, 120.0, 130.0, 20)._asdict() | {"host_us": 5.0, "call_us": 125.0}
-    timings = {"cuda/portable": ours | {"graph_us": 121.0, "kernels": {"kda_prepare": 40.0}}}
+    kernels = {"graph_us": 121.0, "launches": 1.0, "kernels": {"kda_prepare": 40.0}}
+    timings = {"cuda/portable": ours | kernels}
     row = {"case": "one", "lengths": [64, 64], "heads": 2, "floor_us": 61.7, "us": 123.4}
     row |= {"p10_us": 120.0, "p90_us": 130.0, "of_peak": 0.5, "tb_per_s": 2.123456789}
     row |= {"max_error": 3.1e-3, "flashkda_us": 246.8, "vs_flashkda": 2.0, "timings": timings}
@@ -444,7 +459,7 @@ def test_text_shows_times_and_what_failed(a_run):
     assert " ".join(one.split()) == "one 123 120 130 61.7 50 % 2.12 247 2.00x 3.1e-03"
     assert "other: is wrong" in text
     assert "vs_flashkda: geomean 2.00x, least 2.00x" in text
-    assert re.search(r"^one +cuda/portable +123 +121 +5.0 +125 +kda_prepare 40.0$", text, re.M)
+    assert re.search(r"^one +cuda/portable +123 +121 +5.0 +125 +1 +kda_prepare 40.0$", text, re.M)
     assert re.search(r"^g = -8 +0.0017 / 0.0004 +0.0017$", text, re.M)
 
 
@@ -506,11 +521,11 @@ def test_command_needs_a_gpu(capsys):
 
 def test_schedules_are_those_of_the_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    names = [s.name for s in run._ours("cuda", ["all", "portable"], CPU)]
+    names = [s.name for s in lineup.find_ours("cuda", ["all", "portable"], CPU)]
     assert names == ["cuda/portable"]
-    assert [s.name for s in run._ours("cuda", None, CPU)] == ["cuda"]
+    assert [s.name for s in lineup.find_ours("cuda", None, CPU)] == ["cuda"]
     with pytest.raises(InputError, match="schedule: expected auto, all, portable, got 'no'"):
-        run._ours("cuda", ["no"], CPU)
+        lineup.find_ours("cuda", ["no"], CPU)
     assert "portable" in subject.schedules_for(9)
 
 

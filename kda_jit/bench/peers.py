@@ -46,26 +46,31 @@ class FlashKDA:
         if not self.path.is_file():
             return f"there is no {self.path}"
         try:
-            return None if self._ops.fwd else "the library has no operator fwd"
+            return None if self.ops.fwd else "the library has no operator fwd"
         except (OSError, AttributeError) as error:
             return f"{self.path} does not load: {error}"
 
     @cached_property
-    def _ops(self) -> Any:
+    def ops(self) -> Any:
+        """Its operators: fwd and get_workspace_size."""
         assert self.path is not None
         torch.ops.load_library(str(self.path.resolve()))
         return torch.ops._flashkda_C
 
+    def workspace(self, tokens: int, heads: int, sequences: int, device: torch.device) -> Tensor:
+        """Scratch memory of a call of that size."""
+        nbytes = self.ops.get_workspace_size(tokens, heads, sequences)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
     def bind(self, inputs: Inputs) -> Call:
-        x, fwd = inputs, self._ops.fwd
+        x, fwd = inputs, self.ops.fwd
         assert x.cu_seqlens is not None
         assert x.lower_bound is not None
         T, H, D = x.q.shape[1:]
         out = torch.full_like(x.v, torch.nan)
         final = torch.full((x.N, H, D, D), torch.nan, device=x.q.device)
         initial = torch.zeros_like(final) if x.initial_state is None else x.initial_state
-        nbytes = self._ops.get_workspace_size(T, H, x.N)
-        workspace = torch.empty(nbytes, dtype=torch.uint8, device=x.q.device)
+        workspace = self.workspace(T, H, x.N, x.q.device)
         scale = D**-0.5 if x.scale is None else x.scale
         A_log, dt_bias = x.A_log.view(-1), x.dt_bias.view(H, D)
 

@@ -3,83 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-
-import torch
+from typing import Any
 
 from kda_jit.errors import InputError
-from kda_jit.testing import TABLE_ROWS, Case, Inputs
+from kda_jit.testing import TABLE_ROWS, Case
 
-#: Channels of keys and of values: K = V in every case.
-HEAD_DIM = 128
-#: Bytes of an element of q, k, v, g, beta, out (bf16) and of a state (fp32).
-WIDE, STATE = 2, 4
-
-
-@dataclass(frozen=True)
-class BenchCase:
-    """One shape to time: bf16 inputs, K = V = 128, HV = H, fp32 states in and out, packed.
-
-    lengths  tokens of each sequence
-    heads    H
-    """
-
-    name: str
-    lengths: tuple[int, ...]
-    heads: int
-    suite: str = "flashkda"
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def floor_bytes(self) -> int:
-        """Bytes that must cross DRAM: q, k, v, g, beta read, out written, states read and written.
-
-        That is 5 * 256 + 2 a token and head, 128 KiB a sequence and head.
-        """
-        rows = WIDE * (5 * HEAD_DIM + 1) * self.tokens
-        states = 2 * STATE * HEAD_DIM**2 * len(self.lengths)
-        return self.heads * (rows + states)
-
-    def floor_us(self, bandwidth: float) -> float:
-        """The least time, in microseconds, at `bandwidth` bytes per second read plus written."""
-        return 1e6 * self.floor_bytes / bandwidth
-
-    def shortened(self, longest: int = 160) -> BenchCase:
-        """The same with sequences cut to `longest` tokens, each to another length below it."""
-        cut = tuple(min(n, max(1, longest - 7 * i % longest)) for i, n in enumerate(self.lengths))
-        return replace(self, lengths=cut)
-
-    def inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
-        """Standard normal q, k, v, g, beta logits and states; A = exp(A_log) is log U(1, 16).
-
-        Drawn on the device, since up to half a billion numbers are; so only equal on equal devices.
-        """
-        rng = torch.Generator(device).manual_seed(seed)
-        T, H, N, D = self.tokens, self.heads, len(self.lengths), HEAD_DIM
-
-        def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-            return torch.randn(shape, dtype=dtype, device=device, generator=rng)
-
-        rate = torch.rand(H, device=device, generator=rng) * 15 + 1
-        ends = torch.tensor([0, *self.lengths]).cumsum(0).to(torch.int32)
-        return Inputs(
-            q=normal(1, T, H, D),
-            k=normal(1, T, H, D),
-            v=normal(1, T, H, D),
-            g=normal(1, T, H, D),
-            beta=normal(1, T, H),
-            A_log=rate.log(),
-            dt_bias=torch.zeros(H, D, device=device),
-            lower_bound=-5.0,
-            scale=None,
-            initial_state=normal(N, H, D, D, dtype=torch.float32),
-            cu_seqlens=ends.to(device),
-        )
-
+from .cases import BenchCase, TimedCase
+from .steps import StepCase
 
 _MIXED = (1300, 547, 2048, 963, 271, 3063)
 
@@ -104,23 +35,62 @@ SPEED: tuple[BenchCase, ...] = (
     BenchCase("1x64_h16", (64,), 16),
 )
 
+#: Steps of decode and of verification alone, for the recurrent kernel.
+DECODE: tuple[StepCase, ...] = (
+    *(StepCase(f"decode_{n}_h16", 16, "decode", decodes=n) for n in (1, 16, 64, 256, 1024)),
+    *(StepCase(f"verify_64_k{k}_h16", 16, "decode", verified=64, drafts=k) for k in (1, 3, 7)),
+)
+
+
+def _layer_steps(heads: int) -> tuple[StepCase, ...]:
+    """The kinds of step that a layer meets. "900_and_1x4096": 900 single tokens and one prompt."""
+
+    def step(name: str, **sequences: Any) -> StepCase:
+        return StepCase(f"step_{name}_h{heads}", heads, **sequences)
+
+    return (
+        step("prefill_1x4096", prefills=(4096,)),
+        step("prefill_8x1024", prefills=(1024,) * 8),
+        step("prefill_8x2048", prefills=(2048,) * 8),
+        step("decode_64", decodes=64),
+        step("decode_256", decodes=256),
+        *(step(f"verify_64_k{k}", verified=64, drafts=k) for k in (1, 3, 7)),
+        step("900_and_1x4096", decodes=900, prefills=(4096,)),
+        step("64_and_2x1024", decodes=64, prefills=(1024,) * 2),
+        *(
+            step(f"2x1024_and_verify_64_k{k}", prefills=(1024,) * 2, verified=64, drafts=k)
+            for k in (1, 3, 7)
+        ),
+        step(
+            "32_and_1x2048_and_verify_64_k3",
+            decodes=32, prefills=(2048,), verified=64, drafts=3,
+        ),
+    )  # fmt: skip
+
+
+#: Steps of a whole layer.
+LAYER: tuple[StepCase, ...] = (*_layer_steps(16), *_layer_steps(12))
+
 #: The inputs whose errors are tabled: T = 4096, H = 8.
 ACCURACY: tuple[Case, ...] = tuple(
     Case(seed=1, lengths=(4096,), heads=8, regime=regime) for regime in TABLE_ROWS
 )
 
 #: What `--suite` takes.
-SUITES = ("flashkda", "accuracy")
+SUITES = ("flashkda", "accuracy", "decode", "layer")
+#: Those that README's table is made of.
+FRONT = ("flashkda", "accuracy")
 
 
 def select(
     suites: Sequence[str], patterns: Sequence[str] = ()
-) -> tuple[list[BenchCase], list[Case]]:
+) -> tuple[list[TimedCase], list[Case]]:
     """(cases to time, cases to table) of these suites, those whose name fits a pattern if given.
 
     Raises InputError for a pattern that no case of the suites fits.
     """
-    speed = [case for case in SPEED if case.suite in suites]
+    every: tuple[TimedCase, ...] = (*SPEED, *DECODE, *LAYER)
+    speed = [case for case in every if case.suite in suites]
     accuracy = list(ACCURACY) if "accuracy" in suites else []
     names = [*(case.name for case in speed), *(case.regime for case in accuracy)]
     for pattern in patterns:

@@ -3,16 +3,18 @@
 A run is the json object that `docs/generate.py` reads. At its head gpu, date, commit, conditions;
 device, versions, sources (digests), command, copy_tb_per_s. Then
 
-    rows      one per case: case, lengths, heads, floor_us; then `failed`, why it has no time, or
-              us, p10_us, p90_us, of_peak (floor / us), tb_per_s (floor bytes over the time),
-              max_error (worst block against float64), flashkda_us, vs_flashkda, ...; `notes`, who
-              else was wrong; and per subject `timings`: us, p10, p90, runs, graph_us, host_us,
-              call_us, kernels {name: us}, and for ours backend, schedule, target, max_error, vs_...
+    rows      one per case: case, heads, lengths or what a step holds, floor_us; then `failed`, why
+              it has no time, or us, p10_us, p90_us, of_peak (floor / us), tb_per_s (floor bytes
+              over the time), host_us, launches, of_parts (us / the sum over the parts of a step,
+              each run alone), max_error (worst block against float64), flashkda_us, vs_flashkda,
+              ...; `notes`, who else was wrong; and per subject `timings`: us, p10, p90, runs,
+              graph_us, host_us, call_us, launches, kernels {name: us}, and for ours what ran
+              (backend, schedule, target, ...), max_error, of_parts, vs_...
     accuracy  one per input: case, about, rounding (relative RMS of the exact output in bf16), and
               per subject `errors`: out, state (relative RMS), worst_out, worst_state (worst block)
     summary   of vs_flashkda, ...: geomean, least
 
-us, p10_us, p90_us and what follows from them are those of the first subject.
+us, p10_us, p90_us, host_us, launches and what follows from them are those of the first subject.
 """
 
 from __future__ import annotations
@@ -34,42 +36,61 @@ def _ratio(x: float) -> str:
     return f"{x:.2f}x"
 
 
+_Column = tuple[str, Callable[[float], str]]
+
 # key of a row -> (heading, how a value is written)
-_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+_FIRST: dict[str, _Column] = {
     "us": ("us", _us),
     "p10_us": ("p10", _us),
     "p90_us": ("p90", _us),
     "floor_us": ("floor us", _us),
     "of_peak": ("of peak", lambda x: f"{100 * x:.0f} %"),
     "tb_per_s": ("TB/s", lambda x: f"{x:.2f}"),
-    "flashkda_us": ("FlashKDA us", _us),
-    "vs_flashkda": ("vs FlashKDA", _ratio),
-    "fla_us": ("fla us", _us),
-    "vs_fla": ("vs fla", _ratio),
-    "max_error": ("max error", lambda x: f"{x:.1e}"),
+    "host_us": ("host us", _us),
+    "launches": ("launches", lambda x: f"{x:.0f}"),
+    "of_parts": ("of parts", _ratio),
+}
+_LAST: dict[str, _Column] = {"max_error": ("max error", lambda x: f"{x:.1e}")}
+# subject -> what columns call it, if not by its name
+_TITLES = {
+    "flashkda": "FlashKDA",
+    "vllm_kimi_k3": "vLLM Kimi",
+    "vllm_glm5next": "vLLM GLM",
+    "vllm_layer": "vLLM layer",
 }
 _HOST_KEYS = ("us", "graph_us", "host_us", "call_us")
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, _Column]:
+    """Those that some row has; two for everyone whom rows are compared with."""
+    others: dict[str, _Column] = {}
+    for name in (key.removeprefix("vs_") for row in rows for key in row if key.startswith("vs_")):
+        title = _TITLES.get(name, name)
+        others |= {f"{name}_us": (f"{title} us", _us), f"vs_{name}": (f"vs {title}", _ratio)}
+    known = _FIRST | others | _LAST
+    return {key: column for key, column in known.items() if any(key in row for row in rows)}
 
 
 def speed_table(run: Run) -> list[list[str]]:
     """Headings, then a row per case; a column that no row has is left out."""
     rows = run["rows"]
-    keys = [key for key in _COLUMNS if any(key in row for row in rows)]
+    columns = _columns(rows)
     cells = [
-        [row["case"], *(_COLUMNS[key][1](row[key]) if key in row else "" for key in keys)]
+        [row["case"], *(show(row[key]) if key in row else "" for key, (_, show) in columns.items())]
         for row in rows
     ]
-    return [["case", *(_COLUMNS[key][0] for key in keys)], *cells]
+    return [["case", *(heading for heading, _ in columns.values())], *cells]
 
 
 def host_table(run: Run) -> list[list[str]]:
     """What a case costs beside its kernels, per subject: replayed, host, back to back; kernels."""
-    lines = [["case", "subject", "us", "graph us", "host us", "call us", "kernels"]]
+    lines = [["case", "subject", "us", "graph us", "host us", "call us", "launches", "kernels"]]
     for row in run["rows"]:
         for name, found in row.get("timings", {}).items():
             shown = [_us(found[key]) if key in found else "" for key in _HOST_KEYS]
             kernels = " ".join(f"{kernel} {_us(us)}" for kernel, us in found["kernels"].items())
-            lines.append([row["case"], name, *shown, kernels])
+            launches = f"{found['launches']:.0f}" if "launches" in found else ""
+            lines.append([row["case"], name, *shown, launches, kernels])
     return lines
 
 
@@ -100,7 +121,7 @@ def text(run: Run) -> str:
     """The run for a terminal."""
     parts = [headline(run)]
     if run["rows"]:
-        parts += [_aligned(speed_table(run)), _aligned(host_table(run), left=(0, 1, 6))]
+        parts += [_aligned(speed_table(run)), _aligned(host_table(run), left=(0, 1, 7))]
         parts += [f"{row['case']}: {row['failed']}" for row in run["rows"] if "failed" in row]
         parts += [
             f"{row['case']}: {reason}" for row in run["rows"] for reason in row.get("notes", ())

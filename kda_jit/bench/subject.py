@@ -1,11 +1,11 @@
-"""What a benchmark calls: a backend of ours under a schedule, or a peer, behind one interface."""
+"""What a benchmark calls: something of ours or a peer, behind one interface; here, prefills."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,15 +13,15 @@ from torch import Tensor
 from kda_jit import settings
 from kda_jit.api import prefill
 from kda_jit.backends import cuda
-from kda_jit.backends.base import LaunchRecord
+from kda_jit.backends.base import LaunchRecord, last_launch
 from kda_jit.testing import Inputs
 
-#: One prefill over bound inputs: returns (out, final_state).
+#: One call over bound inputs: returns (out, states). Those of a step are its whole pool.
 Call = Callable[[], tuple[Tensor, Tensor]]
 
 
 class Subject(Protocol):
-    """Something that computes a prefill. `name` is what reports call it."""
+    """Something that is timed. `name` is what reports call it."""
 
     @property
     def name(self) -> str: ...
@@ -30,11 +30,28 @@ class Subject(Protocol):
         """Makes the calls that follow this subject's own; outside of any timed region."""
         ...
 
-    def bind(self, inputs: Inputs) -> Call:
-        """A call over `inputs` that allocates nothing it can allocate here.
+    def bind(self, inputs: Any) -> Call:
+        """A call over the inputs of a case that allocates nothing it can allocate here.
 
-        Buffers hold NaN until the first call, so that a row which it leaves out shows.
+        Buffers hold NaN until the first call, so that a row which it leaves out shows; a pool is a
+        copy of its own.
         """
+        ...
+
+
+class Own(Subject, Protocol):
+    """A subject of this package, which knows what it ran. Records are the package's own."""
+
+    def record(self, call: Call) -> Any:
+        """What the last run of `call` launched, if nothing else ran since. It has `kernels`."""
+        ...
+
+    def misnamed(self, record: Any) -> str | None:
+        """Why `record` is not this subject's; None if it is."""
+        ...
+
+    def facts(self, record: Any) -> dict[str, str | None]:
+        """What a row says of it."""
         ...
 
 
@@ -63,8 +80,13 @@ class Ours:
 
         return call
 
+    def record(self, call: Call) -> LaunchRecord | None:
+        return last_launch()
+
+    def facts(self, record: LaunchRecord) -> dict[str, str | None]:
+        return {"backend": record.backend, "schedule": record.schedule, "target": record.target}
+
     def misnamed(self, record: LaunchRecord | None) -> str | None:
-        """Why `record`, of the last launch, is not this subject's; None if it is."""
         if record is None or record.backend != self.backend:
             return f"asked for {self.backend}, {record.backend if record else 'nothing'} ran"
         if not record.kernels:

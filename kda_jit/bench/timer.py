@@ -44,6 +44,17 @@ class HostTiming(NamedTuple):
     call_us: float
 
 
+class Profile(NamedTuple):
+    """One call as CUPTI saw it run, L2 warm.
+
+    kernels   microseconds by plain name
+    launches  how many kernels, copies and fills it was
+    """
+
+    kernels: Mapping[str, float]
+    launches: float
+
+
 @dataclass(frozen=True)
 class Contender:
     """`call` is timed; `activate` runs before it, untimed."""
@@ -151,8 +162,8 @@ class Timer:
             finished.append(1e6 * (time.perf_counter() - start) / calls)
         return HostTiming(summarise(returned).us, summarise(finished).us)
 
-    def kernels(self, contender: Contender, calls: int = 3) -> Mapping[str, float]:
-        """Microseconds of each kernel of a call, by plain name, as CUPTI saw it run; L2 warm."""
+    def profile(self, contender: Contender, calls: int = 3) -> Profile:
+        """What runs on the GPU in a call."""
         contender.activate()
         contender.call()
         torch.cuda.synchronize()
@@ -162,11 +173,13 @@ class Timer:
                 contender.call()
             torch.cuda.synchronize()
         found: dict[str, float] = {}
+        launches = 0
         for event in profile.key_averages():
             if event.device_time_total > 0:
                 name = plain_name(event.key)
                 found[name] = found.get(name, 0.0) + event.device_time_total / calls
-        return found
+                launches += event.count
+        return Profile(found, launches / calls)
 
     def _warm_up(self, contender: Contender) -> float:
         """Milliseconds of one call."""
