@@ -5,6 +5,7 @@ No time is real. With TRITON_INTERPRET=1 the subjects are the Triton kernels, el
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -495,6 +496,38 @@ def test_command_lists_steps(capsys):
     ]  # fmt: skip
     assert run.main(["--list"]) == 0
     assert "step" not in capsys.readouterr().out
+
+
+def test_command_writes_a_run_of_steps_after_each_case(monkeypatch, capsys, tmp_path):
+    written = []
+    facts = {"gpu": "G", "date": "2026-01-02", "commit": "c", "versions": {}}
+    facts["device"] = {"driver": ""}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "device", lambda *args: CPU)
+    monkeypatch.setattr(run.machine, "facts", lambda commit: dict(facts))
+    monkeypatch.setattr(run, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(run, "Timer", lambda budget_ms: FakeTimer())
+    monkeypatch.setattr(run, "find_ours", lambda *args: [Ours("torch")])
+    monkeypatch.setattr(lineup, "Layer", lambda backend, *more: Layer("torch", "auto", *more[1:]))
+    monkeypatch.setattr(registry, "LAYER", (PREFILLS, BESIDE))
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
+    real = report.save
+
+    def save(x, path):
+        written.append(len(x["rows"]))
+        real(x, path)
+
+    monkeypatch.setattr(report, "save", save)
+    arguments = ["--suite", "layer", "--no-peer", "--save", "--out", str(tmp_path / "run.json")]
+    assert run.main(arguments) == 0
+    assert written == [1, 2, 2, 2]
+    path = tmp_path / "results" / "steps" / "g-2026-01-02-layer.json"
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["prefills", "beside"]
+    assert rows[1]["of_parts"] == 1.25
+    assert "of parts" in capsys.readouterr().out
 
 
 @pytest.mark.skipif("torch.cuda.is_available()", reason="there is a GPU: it would measure")
