@@ -88,20 +88,20 @@ PORTABLE = Schedule(
 HOPPER = Schedule(
     "hopper",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence", 160, 96256)),
+    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence", 160, 108544)),
     (9,),
 )
 #: For so few chains that most have an SM to themselves (backends/policy.py).
 HOPPER_SINGLE = Schedule(
     "hopper_single",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence_single", 160, 128000)),
+    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence_single", 160, 216064)),
     (9,),
 )
 PIPELINE = Schedule(
     "pipeline",
     "sm90/kda_pipeline.cu",
-    (Launch("kda_pipeline_begin", 1024, 0), Launch("kda_pipeline", 384, 212992)),
+    (Launch("kda_pipeline_begin", 1024, 0), Launch("kda_pipeline", 384, 217088)),
     (9,),
     pipelined=True,
 )

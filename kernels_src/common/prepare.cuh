@@ -21,7 +21,7 @@
 #include "common/sequence.cuh"
 
 struct PrepareSmem {
-    // A stage image. Before: raw k, q and g where k_decayed, q_decayed and a_k will be, the gates' bias where the decay will be.
+    // A stage image. Before: raw k, q and g where k_decayed, q_decayed and a_k will be, the gates' bias where a_q will be.
     // In between: k exp(G_last - G) in a_k's place. In place, 16 channels at a time: read, worked on, written.
     alignas(128) u8 image[kStageBytes];
     // Sums over half of the channels, lane by lane: A_00, A_11, A_10 from warp 1 for warp 0; M's from warp 0 for warp 1. Over
@@ -29,7 +29,7 @@ struct PrepareSmem {
     Float4 partial[2][6][32];
     float squares[2][2][kChunk];  // [half][k, q][token]: sums over 64 channels; negative: of values scaled by kDown
 };
-constexpr int kRawK = kKDecayed, kRawQ = kQDecayed, kRawG = kAk, kBias = kDecay;  // in the image
+constexpr int kRawK = kKDecayed, kRawQ = kQDecayed, kRawG = kAk, kBias = kAq;  // in the image
 
 // Block 0's k and q are scaled as the image wants them; block 1's, which are yet to decay over block 0, by so much less.
 constexpr float kBlock0Scale = 0x1p4f;
@@ -79,30 +79,42 @@ KDA_DEVICE float scaled_row_squares(const u8* tile, int row, int half) {
     return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
-// Leaves the sums of squares of 32 rows, 64 channels, in `squares`. They are the diagonal of the rows' Gram matrix: exact
-// products, fp32 sums, and no unpacking.
-KDA_DEVICE void measure_rows(float* squares, const u8* tile, int half) {
+// Leaves the sums of squares of the rows of k and q, 64 channels, in smem.squares[half]. They are the diagonals of the rows' Gram
+// matrices: exact products, fp32 sums, and no unpacking.
+KDA_DEVICE void measure_rows(PrepareSmem& smem, int half) {
     const int lane = threadIdx.x & 31, gid = lane >> 2, tid = lane & 3;
-    const u32 rows = shared_address(tile) + lane_tile(half, lane);
-    const bool holds_diagonal = tid == gid >> 1;
+    const u32 rows = shared_address(smem.image) + lane_tile(half, lane);
+    float gram[2][2][2][4] = {};  // [k, q][block][tokens gid, gid + 8]
 #pragma unroll
-    for (int block = 0; block < 2; ++block) {
-        float gram[2][4] = {};
+    for (int m = 0; m < 4; ++m) {
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
+        for (int i = 0; i < 4; ++i) {
+            const int tensor = i / 2, block = i % 2;
             u32 a[4];
-            ldmatrix_x4(a, (rows ^ (m << 5)) + block * kBlock * kRowBytes);
-            mma_bf16(gram[0], a, a[0], a[2]);
-            mma_bf16(gram[1], a, a[1], a[3]);
+            ldmatrix_x4(a, (rows ^ (m << 5)) + (tensor ? kRawQ : kRawK) + block * kBlock * kRowBytes);
+            mma_bf16(gram[tensor][block][0], a, a[0], a[2]);
+            mma_bf16(gram[tensor][block][1], a, a[1], a[3]);
         }
-        const float inf = __int_as_float(0x7f800000);
-        float own[2] = {gid & 1 ? gram[0][1] : gram[0][0], gid & 1 ? gram[1][3] : gram[1][2]};
-            const int row = kBlock * block + gid;
-        if (__any_sync(0xffffffffu, holds_diagonal && (own[0] == inf || own[1] == inf))) {
-            own[0] = -scaled_row_squares(tile, row, half);
-            own[1] = -scaled_row_squares(tile, row + 8, half);
+    }
+    const bool holds_diagonal = tid == gid >> 1;
+    bool overflows = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float (&x)[2][4] = gram[i / 2][i % 2];
+        const float own[2] = {gid & 1 ? x[0][1] : x[0][0], gid & 1 ? x[1][3] : x[1][2]};
+        float* squares = smem.squares[half][i / 2] + kBlock * (i % 2) + gid;
+        if (holds_diagonal) squares[0] = own[0], squares[8] = own[1];
+        overflows |= holds_diagonal && fmaxf(own[0], own[1]) == __int_as_float(0x7f800000);
+    }
+    if (__any_sync(0xffffffffu, overflows)) {
+        __syncwarp();
+#pragma unroll 1  // rare: small rather than fast
+        for (int i = 0; i < 8; ++i) {
+            const int tensor = i / 4, row = 8 * (i % 4) + gid;
+            float* squares = smem.squares[half][tensor] + row;
+            const float sum = scaled_row_squares(smem.image + (tensor ? kRawQ : kRawK), row, half);
+            if (tid == 0 && *squares == __int_as_float(0x7f800000)) *squares = -sum;
         }
-        if (holds_diagonal) squares[row] = own[0], squares[row + 8] = own[1];
     }
 }
 // scale / |x|, eps counted as one more square.
@@ -181,11 +193,11 @@ KDA_DEVICE void fetch_rows(u8* tile, const u8* from, i32 step, i32 valid, int ha
 }
 
 // A chunk of value head `hv` from `in` to smem.image, by warps `half` 0 and 1 (uniform, for the compiler too). `barrier()` joins
-// the two. Warp 1 has time to spare: it calls `loading()` once its loads are on their way and `meanwhile()` while warp 0 solves.
+// the two. Warp 1 has time to spare and calls `meanwhile()` while warp 0 solves.
 // At the end both have seen the image complete, and bulk copies may read it.
-template <typename Barrier, typename Loading, typename Meanwhile>
+template <typename Barrier, typename Meanwhile>
 KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv, PrepareSmem& smem, int half, Barrier barrier,
-                              Loading loading, Meanwhile meanwhile) {
+                              Meanwhile meanwhile) {
     // Opaque: else a caller's loop keeps all that follows from it in registers.
     const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
 
@@ -198,12 +210,10 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
         const Float2 bias = *reinterpret_cast<const Float2*>(args.dt_bias + hv * kHeadDim + 64 * half + 2 * lane);
         *reinterpret_cast<Float2*>(smem.image + kBias + 4 * (64 * half + 2 * lane)) = Float2{bias.x * slope, bias.y * slope};
     }
-    if (half == 1) loading();
 
     cp_async_wait<1>();  // k and q
     __syncwarp();
-    measure_rows(smem.squares[half][0], smem.image + kRawK, half);
-    measure_rows(smem.squares[half][1], smem.image + kRawQ, half);
+    measure_rows(smem, half);
     // Masked tokens neither decay nor, with k = q = beta = 0, write.
     const float beta = lane < in.valid ? sigmoid(bf16_to_float(beta_raw)) : 0.0f;
     const int shift = beta_shift(warp_max_positive(beta));
@@ -295,9 +305,8 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
                 q_late[2 * t + r] = mul_f16x2(q_f16[1][2 * t + r], over_first);
                 k_first[2 * t + r] = mul_f16x2(k_end[0][2 * t + r], over_second);
             }
-            __syncwarp();  // everybody has this tile's bias
             if (gid == 0)
-                *reinterpret_cast<Float2*>(smem.image + kDecay + 4 * (channel + 2 * tid)) = Float2{end[0][0] * end[1][0], end[0][1] * end[1][1]};
+                *reinterpret_cast<Float2*>(smem.image + decay_offset(channel / 8, tid)) = Float2{end[0][0] * end[1][0], end[0][1] * end[1][1]};
         }
         // Block 1 with block 0's keys, which as B fragments are what they are as A fragments.
 #pragma unroll

@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads, 6) kda_prepare(con
     if (c >= seq.num_chunks) return;
     const ChunkInputs in = locate_inputs(args, seq, chunk_of(seq, c), hv);
     const int half = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform, for the compiler too
-    prepare_chunk(args, in, hv, smem, half, [] { __syncthreads(); }, [] {}, [] {});
+    prepare_chunk(args, in, hv, smem, half, [] { __syncthreads(); }, [] {});
 
     u8* image = args.workspace + static_cast<i64>(blockIdx.x) * kStageBytes;
 #if __CUDA_ARCH__ >= 900

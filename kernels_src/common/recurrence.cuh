@@ -35,8 +35,9 @@ KDA_DEVICE void pack_state(u32 (&a)[8][4], const StateTile& state) {
     }
 }
 
-// Chooses new units from the exact maximum. Rare; NaN and inf leave the units as they are.
-KDA_DEVICE void choose_units(StateTile& state, float v_max) {
+// Chooses new units from the exact maximum, so that the larger of |v| and headroom * |S| has exponent `target`. Returns the largest
+// |S| in them. Rare; NaN and inf leave the units as they are.
+KDA_DEVICE float choose_units(StateTile& state, float v_max, float headroom, int target) {
     float s_max = 0.0f;
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
@@ -45,11 +46,11 @@ KDA_DEVICE void choose_units(StateTile& state, float v_max) {
     }
     s_max = warp_max_positive(s_max);
     // Exponents rather than values: s may be far out of f16's range, v in true units far out of s's.
-    const int s_log = s_max > 0.0f ? ilogb_fast(s_max * kStateHeadroom) + state.exponent : -1000;
+    const int s_log = s_max > 0.0f ? ilogb_fast(s_max * headroom) + state.exponent : -1000;
     const int v_log = v_max > 0.0f ? ilogb_fast(v_max) : -1000;
     const int log = max(s_log, v_log);
-    if (log == -1000 || !(s_max < 0x1p120f) || !(v_max < 0x1p127f * 1.99f)) return;
-    const int exponent = max(-100, min(log - kUnitsTarget, 117));
+    if (log == -1000 || !(s_max < 0x1p120f) || !(v_max < 0x1p127f * 1.99f)) return s_max;
+    const int exponent = max(-100, min(log - target, 117));
     const int move = state.exponent - exponent;
     // Two steps: a single power of two might leave fp32's exponents.
     const float half = exp2_int(max(-126, min(move / 2, 127))), rest = exp2_int(max(-126, min(move - move / 2, 127)));
@@ -59,6 +60,7 @@ KDA_DEVICE void choose_units(StateTile& state, float v_max) {
         for (int e = 0; e < 4; ++e) state.s[n][e] = state.s[n][e] * half * rest;
     }
     state.exponent = exponent;
+    return s_max * half * rest;
 }
 
 // One chunk. `image`: the stage in shared memory; `v_tile`: [32 tokens x 64] bf16, tile_offset layout; v0: the warp's first
@@ -94,7 +96,7 @@ KDA_DEVICE int advance_chunk(StateTile& state, u32 image, u32 v_tile, int v0, fl
         const float s_units = fmaxf(f16_lo(s_max), f16_hi(s_max)) * kStateHeadroom;
         const float largest = warp_max_positive(fmaxf(v_units, s_units));
         if (!(largest >= kUnitsLow && largest <= kUnitsHigh)) {
-            choose_units(state, warp_max_positive(v_true));
+            choose_units(state, warp_max_positive(v_true), kStateHeadroom, kUnitsTarget);
             pack_state(a, state);
         }
     }
@@ -153,7 +155,7 @@ KDA_DEVICE int advance_chunk(StateTile& state, u32 image, u32 v_tile, int v0, fl
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
         float d0, d1;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(d0), "=f"(d1) : "r"(image + kDecay + 4 * (8 * n + 2 * tid)));
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(d0), "=f"(d1) : "r"(image + decay_offset(n, tid)));
         state.s[n][0] *= d0;
         state.s[n][1] *= d1;
         state.s[n][2] *= d0;

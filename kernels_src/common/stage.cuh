@@ -4,7 +4,7 @@
 //   q_decayed  f16 [32 x 128]  q_t exp(G_t) * kQueryScale             O = S q_decayed + R A_q
 //   a_k        f16 [32 x 128]  T^T k_restored * 2^s * kWriteScale     S' = D S + A_k^T R      R = V - X
 //   a_q        f16 [32 x 32]   M T * kQueryScale * kWriteScale
-//   decay      f32 [128]       exp(G_last)                        D
+//   decay      f32 [4 x 36]    exp(G_last)                        D   channel 8 n + 2 t + e at [t][2 n + e]: see decay_offset
 //   shift      f32, i32        2^s and s
 //
 // k and q have unit length, T = (I + A)^-1 diag(beta) and beta < 1, so every entry is at most 1 before its power of two; the
@@ -26,8 +26,8 @@ constexpr int kQDecayed = kKDecayed + 2 * kHalfTile;
 constexpr int kAk = kQDecayed + 2 * kHalfTile;
 constexpr int kAq = kAk + 2 * kHalfTile;
 constexpr int kDecay = kAq + kChunk * kChunk * 2;
-constexpr int kShift = kDecay + kHeadDim * 4;
-constexpr int kStageBytes = kShift + 128;
+constexpr int kShift = kDecay + 4 * 36 * 4;
+constexpr int kStageBytes = kShift + 64;
 
 constexpr float kKeyScale = 0x1p11f;
 constexpr float kQueryScale = 0x1p8f;
@@ -39,3 +39,5 @@ KDA_DEVICE int tile_offset(int row, int piece) {
 }
 // The same in a_q: columns [8 piece, 8 piece + 8) of `row`.
 KDA_DEVICE int aq_offset(int row, int piece) { return row * 64 + ((piece ^ ((row >> 1) & 3)) << 4); }
+// The decays of channels 8 n + 2 tid and 8 n + 2 tid + 1: a lane reads two n at a time, and no two of a quad from one bank.
+KDA_DEVICE int decay_offset(int n, int tid) { return kDecay + tid * 36 * 4 + 8 * n; }

@@ -1,5 +1,5 @@
 // A chain: the recurrence of 64 of V's columns of one (sequence, value head), chunk after chunk, by a warpgroup that computes
-// and a few warps that move data.
+// and a warp that moves data. Both halves of V may run side by side on the same stage images: then two of each.
 //
 //   X = S k_decayed     R = V - X     O = S q_decayed + R A_q     S' = D S + A_k^T R       (S, X, R, O transposed: V first)
 //
@@ -13,10 +13,11 @@
 // an earlier batch is in flight. All else that is not arithmetic is the movers'. Two barriers a stage join the two:
 //   full    movers -> compute: the image and V's columns are here
 //   empty   compute -> movers: the stage has been read, and O lies where V's columns were
+// The first mover also moves the images.
 //
-// f16 range. A new choice of units needs the state's exact maximum, which is late; so a chunk is let pass on the maximum
-// of the state before it. The rule is a contraction, |s'|^2 <= |s|^2 + v^2 a token for each row s of S^T: if |v| <= 2^12 and |S| <= 2^10
-// there, then |s| < 2^14.7 here, and |v| <= 2^12 gives |R| < 2^15.
+// f16 range. A new choice of units needs the state's exact maximum, which costs time on the chain. So each warp keeps a bound instead: the
+// rule is a contraction, |s'|^2 <= |s|^2 + v^2 a token for each row s of S^T. It grows by 32 max(v)^2 a chunk, and only when it comes near
+// f16's end (every thousands of tokens, as units are chosen), or v leaves the range where the units suit it, is the state measured.
 #pragma once
 #include "common/barrier.cuh"
 #include "common/recurrence.cuh"
@@ -29,21 +30,23 @@ constexpr int kImageBytes = (kStageBytes + 1023) / 1024 * 1024;
 constexpr int kChainTile = kHalfTile;  // 32 tokens x 64 columns, bf16, tile_offset layout
 constexpr OperandLayout kAkLayout = operand_layout(kHalfTile, 8 * kRowBytes, kSwizzle128);
 
-// v in units must be within [2^4, 2^12] and the state before it at most 2^10 for a chunk to be let pass unmeasured.
-constexpr float kPassLow = 0x1p4f, kPassHigh = 0x1p12f, kPassState = 0x1p10f;
+// In units: v is to be within [2^4, 2^12], a row of the state at most 2^14 long. New units bring |v| to 2^6, unless |S|, which they bring to
+// 2^8 at most, is larger.
+constexpr float kPassLow = 0x1p4f, kPassHigh = 0x1p12f, kPassState = 0x1p14f;
+constexpr float kChainHeadroom = 0x1p-2f;
+constexpr int kChainTarget = 6;
 
 enum ChainEvents : u32 { kMeasure = 1, kCheckpoint = 2, kFinal = 4 };  // after a chunk
 
-// kMovers: threads that move, 32 or more. One warp does, but slows down the computing warp that shares its scheduler.
-template <int kStages, int kMovers = 32>
+template <int kStages>
 struct ChainSmem {
     struct Stage {
         u8 image[kImageBytes];
-        u8 v[kChainTile];  // later O
+        u8 v[2][kChainTile];  // of each chain; later O
     };
     alignas(1024) Stage stage[kStages];
-    u64 full[kStages];   // 1 + kMovers arrivals
-    u64 empty[kStages];  // one a warp
+    u64 full[kStages];
+    u64 empty[kStages];
 };
 // Where one side stands in the ring: the stage of its next chunk, and the parity of that stage's phase. Outlives a chain.
 template <int kStages>
@@ -55,11 +58,12 @@ struct ChainRing {
         parity ^= stage == 0 ? 1u : 0u;
     }
 };
+// What a chain does; `place` is its number among those that share the stages.
 struct ChainUnit {
-    int n, hv, half;
+    int n, hv, half, place;
 };
 
-// Where stage images come from; the first of the moving warps asks. This one: the workspace that an earlier grid filled.
+// Where stage images come from; the first mover asks. This one: the workspace that an earlier grid filled.
 struct WorkspaceSource {
     const u8* images;  // of the sequence's first chunk
     i64 pitch;         // bytes to the next chunk's
@@ -71,24 +75,23 @@ struct WorkspaceSource {
     KDA_DEVICE void consumed(int) const {}  // chunk c's image has been read: its place is free
 };
 
-// Once per kernel, by one thread; a barrier of all users must follow.
-template <int kStages, int kMovers>
-KDA_DEVICE void init_chain(ChainSmem<kStages, kMovers>& smem) {
+// Once per kernel, by one thread; a barrier of all users must follow. `chains`: 1 or 2, that share the stages.
+template <int kStages>
+KDA_DEVICE void init_chains(ChainSmem<kStages>& smem, int chains) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-        mbarrier_init(shared_address(&smem.full[i]), 1 + kMovers);
-        mbarrier_init(shared_address(&smem.empty[i]), kChainThreads / 32);
+        mbarrier_init(shared_address(&smem.full[i]), 1 + 32 * chains);
+        mbarrier_init(shared_address(&smem.empty[i]), kChainThreads / 32 * chains);
     }
     mbarrier_init_fence();
 }
 
-// The movers' part of `unit`, by `thread` 0 .. kMovers - 1: fills stages, and takes O out of them.
-template <int kStages, int kMovers, typename Source>
-KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Source& source,
-                           ChainSmem<kStages, kMovers>& smem, ChainRing<kStages>& ring,
-                           int thread = threadIdx.x % kMovers) {
-    constexpr int kRows = kMovers / 8, kSteps = kChunk / kRows;  // rows a step; a thread refills just the rows that it has read
-    const int row = thread / 8, piece = thread % 8;
+// The mover's part of `unit`, by one warp: fills stages, and takes O out of them.
+template <int kStages, typename Source>
+KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Source& source, ChainSmem<kStages>& smem,
+                           ChainRing<kStages>& ring) {
+    constexpr int kRows = 4, kSteps = kChunk / kRows;  // rows a step; a thread refills just the rows that it has read
+    const int thread = threadIdx.x & 31, row = thread / 8, piece = thread % 8;
     const Sequence seq = load_sequence(args, unit.n);
     const int column = unit.hv * kHeadDim + unit.half * kChainColumns + 8 * piece;
     const u16* v = args.v + seq.batch * args.v_batch + seq.first * args.v_token + column;
@@ -97,7 +100,7 @@ KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Sou
     auto fill = [&](int c, u32 stage) {
         const u32 full = shared_address(smem.full) + stage * static_cast<u32>(sizeof(u64));
         const u32 to = shared_address(smem.stage) + stage * static_cast<u32>(sizeof(smem.stage[0]));
-        if (thread < 32) {
+        if (unit.place == 0) {
             source.wait(c);
             if (thread == 0) {
                 mbarrier_arrive_expect_bytes(full, kStageBytes);
@@ -107,10 +110,11 @@ KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Sou
         }
         const Chunk chunk = chunk_of(seq, c);
         const u16* from = v + (chunk.start + row) * args.v_token;
+        const u32 tile = to + kImageBytes + unit.place * kChainTile;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
             const bool live = row + kRows * i < chunk.valid;
-            cp_async_16_or_zero(to + kImageBytes + tile_offset(row + kRows * i, piece), live ? from : args.v, live);
+            cp_async_16_or_zero(tile + tile_offset(row + kRows * i, piece), live ? from : args.v, live);
             from += kRows * args.v_token;
         }
         mbarrier_arrive_after_cp_async(full);
@@ -121,11 +125,11 @@ KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Sou
     }
 #pragma unroll 1
     for (int c = 0; c < seq.num_chunks; ++c, ring.advance()) {
-        const u8* tile = smem.stage[ring.stage].v;
+        const u8* tile = smem.stage[ring.stage].v[unit.place];
         const Chunk chunk = chunk_of(seq, c);
         u16* to = out + (chunk.start + row) * args.out_token;
         mbarrier_wait(shared_address(&smem.empty[ring.stage]), ring.parity);
-        if (thread < 32) source.consumed(c);
+        if (unit.place == 0) source.consumed(c);
         Quad32 rows[kSteps];
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) rows[i] = load_quad(tile + tile_offset(row + kRows * i, piece));
@@ -139,9 +143,8 @@ KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Sou
 }
 
 // The warpgroup's part of `unit`, from the initial to the final state.
-template <int kStages, int kMovers>
-KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainSmem<kStages, kMovers>& smem,
-                              ChainRing<kStages>& ring) {
+template <int kStages>
+KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainSmem<kStages>& smem, ChainRing<kStages>& ring) {
     const int thread = threadIdx.x % kChainThreads, lane = threadIdx.x & 31, tid = lane & 3;
     const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // uniform, as far as the compiler can tell
     const Sequence seq = load_sequence(args, unit.n);
@@ -172,20 +175,21 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
 
     // A lane's row of a [tokens x columns] tile, for ldmatrix and stmatrix of the warp's own columns: tiles
     // (tokens 0, columns 0), (0, 8), (8, 0), (8, 8); tokens 16 .. 31 are 16 rows further on.
-    const u32 lane_tile = kImageBytes + tile_offset((lane & 7) + 8 * (lane >> 4), 2 * warp + ((lane >> 3) & 1));
+    const u32 own_tile = kImageBytes + unit.place * kChainTile + tile_offset((lane & 7) + 8 * (lane >> 4), 2 * warp + ((lane >> 3) & 1));
 
     u32 a[8][4], v[4][2];  // S^T in f16, as A fragments; V^T: rows gid and gid + 8 of token tile nt
     float x[4][4], o[4][4];
     int units;                         // exponent of a, R and O
     float decay[16][2], shift_scale;  // of the next chunk; 2^shift, where its betas are tiny, goes into the decay
     int shift;
+    float bound;  // of the squared length of the state's rows after the chunk whose v was read last, in units
     const float out_scale = args.scale * (1.0f / kQueryScale);
 
     auto load_v = [&](u32 image) {
 #pragma unroll
         for (int nt = 0; nt < 4; nt += 2) {
             u32 r[4];
-            ldmatrix_x4_trans(r, image + lane_tile + 8 * nt * kRowBytes);
+            ldmatrix_x4_trans(r, image + own_tile + 8 * nt * kRowBytes);
             v[nt][0] = r[0], v[nt][1] = r[1], v[nt + 1][0] = r[2], v[nt + 1][1] = r[3];
         }
     };
@@ -202,15 +206,21 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
     auto load_decay = [&](u32 image) {
         asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=f"(shift_scale), "=r"(shift) : "r"(image + kShift));
 #pragma unroll
-        for (int n = 0; n < 16; ++n)
-            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                         : "=f"(decay[n][0]), "=f"(decay[n][1])
-                         : "r"(image + kDecay + 8 * tid + 32 * n));
+        for (int n = 0; n < 16; n += 2)
+            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(decay[n][0]), "=f"(decay[n][1]), "=f"(decay[n + 1][0]), "=f"(decay[n + 1][1])
+                         : "r"(image + decay_offset(n, tid)));
     };
     auto shift_decay = [&] {
         if (shift == 0) return;
 #pragma unroll
         for (int n = 0; n < 16; ++n) decay[n][0] *= shift_scale, decay[n][1] *= shift_scale;
+    };
+    auto bound_next = [&](float v_largest) { bound = fmaf(v_largest * (1.05f * kChunk), v_largest, bound); };  // 5 %: for rounding
+    auto new_units = [&](float v_largest) {
+        const float largest = choose_units(state, v_largest, kChainHeadroom, kChainTarget);
+        bound = kHeadDim * largest * largest;
+        bound_next(v_largest * exp2_int(-state.exponent));
     };
     // S to the A operand, then decayed.
     auto snapshot = [&] {
@@ -231,9 +241,9 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
     constexpr u32 to_empty = kStages * sizeof(u64);
     mbarrier_wait(full, ring.parity);
     load_v(image);
+    new_units(warp_max_positive(measure_v()));
     load_decay(image);
     shift_decay();
-    choose_units(state, warp_max_positive(measure_v()));
     snapshot();
 
 #pragma unroll 1
@@ -251,6 +261,8 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
         }
         wgmma_commit();
 
+#pragma unroll
+        for (int nt = 0; nt < 4; ++nt) v[nt][0] = opaque(v[nt][0]), v[nt][1] = opaque(v[nt][1]);  // unpacked here, not before X
         float v_units[4][4];
         const float to_units = exp2_int(-units), v_scale = to_units * (1.0f / kWriteScale);
 #pragma unroll
@@ -261,16 +273,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
                 v_units[nt][2 * r + 1] = bf16_hi(v[nt][r]) * v_scale;
             }
         }
-        u32 s_max[2] = {0, 0};
-#pragma unroll
-        for (int s = 0; s < 8; ++s) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s_max[e / 2] = max_abs_f16x2(s_max[e / 2], a[s][e]);
-        }
-        s_max[0] = max_abs_f16x2(s_max[0], s_max[1]);
-        float s_largest = fmaxf(f16_lo(s_max[0]), f16_hi(s_max[0]));
         pin(v_units);
-        asm volatile("" : "+f"(s_largest));
 
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
@@ -321,17 +324,16 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
             const float scale = out_scale * exp2_int(units);
 #pragma unroll
             for (int nt = 0; nt < 4; nt += 2)
-                stmatrix_x4_trans(this_image + lane_tile + 8 * nt * kRowBytes,
+                stmatrix_x4_trans(this_image + own_tile + 8 * nt * kRowBytes,
                                   pack_bf16(o[nt][0] * scale, o[nt][1] * scale),
                                   pack_bf16(o[nt][2] * scale, o[nt][3] * scale),
                                   pack_bf16(o[nt + 1][0] * scale, o[nt + 1][1] * scale),
                                   pack_bf16(o[nt + 1][2] * scale, o[nt + 1][3] * scale));
         }
-        const float v_max = measure_v(), v_next = v_max * to_units;
-        const bool above = __any_sync(0xffffffffu, !(fmaxf(v_next * (kPassState / kPassHigh), s_largest) <= kPassState));
-        const bool below = !__any_sync(0xffffffffu, v_next >= kPassLow);
+        const float v_max = warp_max_positive(measure_v()), v_next = v_max * to_units;
         u32 events = 0;  // all of them rare
-        if (above || below || shifted) events |= kMeasure;
+        if (!(v_next >= kPassLow && v_next <= kPassHigh && bound <= kPassState * kPassState) || shifted) events |= kMeasure;
+        bound_next(v_next);
         if (c == checkpoint_chunk) events |= kCheckpoint;
         if (!more) events |= kFinal;
         shift_decay();
@@ -347,7 +349,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
             if (events & kFinal) {
                 store_final(state);
             } else if (events & kMeasure) {
-                choose_units(state, warp_max_positive(v_max));
+                new_units(v_max);
             }
         }
         snapshot();

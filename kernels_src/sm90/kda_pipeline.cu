@@ -24,7 +24,7 @@ struct PipelineArgs {
     i32 heads_beside;  // heads of a group that run beside each other; the others follow in the same lanes
     i32 ring;          // images a lane, a power of two
     i32 consumers;     // CTAs
-    i32 chains_per_cta;
+    i32 chains_per_cta;  // 2: both halves of a lane, which share its images; 1: one
     i32 reserved;
 };
 static_assert(sizeof(PipelineArgs) == sizeof(KdaArgs) + 32, "keep kda_jit/backends/cuda.py in step");
@@ -80,7 +80,7 @@ constexpr int kThreads = 384;          // at 168 registers
 constexpr int kPairs = kThreads / 64;  // of warps: chunks that a producer CTA works on at a time
 constexpr int kChains = 2;             // of a consumer CTA
 constexpr int kMaxGroups = 64;
-constexpr int kPipelineSmem = 212992;  // for one CTA an SM, whatever its role
+constexpr int kPipelineSmem = 217088;  // for one CTA an SM, whatever its role
 
 // One chunk of one value head, as the producers need to know it.
 struct Job {
@@ -99,6 +99,8 @@ struct JobList {
     int number, lane;             // of the next candidate
     int step_numbers, step_lanes; // to the one after it
     int lanes, heads_deep, most;  // most: chunk slots of the longest lane
+    Sequence seq;                 // that the last job was found in, which is most often the next one's too,
+    i64 seq_base, seq_end;        // and its chunk slots
 
     JobList() = default;
     KDA_DEVICE JobList(const PipelineArgs& args, const Group* groups, int first, int step) {
@@ -109,6 +111,7 @@ struct JobList {
         most *= heads_deep;
         number = first / lanes, lane = first % lanes;
         step_numbers = step / lanes, step_lanes = step % lanes;
+        seq_base = seq_end = 0;
     }
     KDA_DEVICE void advance() {
         number += step_numbers, lane += step_lanes;
@@ -119,15 +122,19 @@ struct JobList {
         const KdaArgs& kda = args.kda;
         const int thread = threadIdx.x & 31;
         for (; number < most; advance()) {
-            const Group& group = groups[lane / args.heads_beside];
+            const int of_group = args.groups == 1 ? lane : lane % args.heads_beside;
+            const Group& group = groups[args.groups == 1 ? 0 : lane / args.heads_beside];
             if (number >= group.slots * heads_deep) continue;
             const int deep = heads_deep == 1 ? 0 : number / group.slots;
-            const int hv = lane % args.heads_beside + deep * args.heads_beside;
+            const int hv = of_group + deep * args.heads_beside;
             if (hv >= kda.HV) continue;
             const i64 slot = group.base + (number - deep * group.slots);
-            const int n = sequence_of_slot(kda, slot);
-            const Sequence seq = load_sequence(kda, n);
-            const int c = static_cast<int>(slot - slot_base(kda, n));
+            if (slot < seq_base || slot >= seq_end) {
+                const int n = sequence_of_slot(kda, slot);
+                seq = load_sequence(kda, n);
+                seq_base = slot_base(kda, n), seq_end = slot_base(kda, n + 1);
+            }
+            const int c = static_cast<int>(slot - seq_base);
             if (c >= seq.num_chunks) continue;
 
             const ChunkInputs in = locate_inputs(kda, seq, chunk_of(seq, c), hv);
@@ -191,8 +198,10 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
     int turn = 0;
     for (; smem.jobs[pair][turn].exists; turn ^= 1) {
         const Job& job = smem.jobs[pair][turn];
-        prepare_chunk(args.kda, job.in, job.hv, smem.prepare[pair], half, barrier, [&] { publish(smem.jobs[pair][turn ^ 1]); },
-                      [&] { find_job(args, smem, pair, turn ^ 1); });
+        prepare_chunk(args.kda, job.in, job.hv, smem.prepare[pair], half, barrier, [&] {
+            publish(smem.jobs[pair][turn ^ 1]);
+            find_job(args, smem, pair, turn ^ 1);
+        });
         if (half == 1) {
             while (static_cast<i32>(load_acquire(job.consumed)) < job.needed) __nanosleep(32);
             while (static_cast<i32>(load_acquire(job.consumed + 1)) < job.needed) __nanosleep(32);
@@ -239,65 +248,74 @@ struct RingSource {
     }
 };
 
+constexpr int kStages = 6;
 struct ConsumerSmem {
-    ChainSmem<3> chain[kChains];
-    Group group[kChains];  // here, since a warpgroup that computes has no register to spare
+    ChainSmem<kStages> chains;
+    Group group;  // here, since a warpgroup that computes has no register to spare
 };
 static_assert(sizeof(ConsumerSmem) <= kPipelineSmem && sizeof(ProducerSmem) <= kPipelineSmem, "the shared memory asked for");
 
-// Chain `own` of a consumer CTA: which half of which lane.
-struct ChainRole {
+// What a consumer CTA works on: a lane, both halves of V or one.
+struct ConsumerRole {
     int lane, half;
     bool works;
 };
-KDA_DEVICE ChainRole chain_role(const PipelineArgs& args, int consumer, int own) {
-    const int chain = consumer * args.chains_per_cta + own, lane = chain >> 1;
-    return ChainRole{lane, chain & 1, own < args.chains_per_cta && lane < args.groups * args.heads_beside};
+KDA_DEVICE ConsumerRole consumer_role(const PipelineArgs& args, int consumer) {
+    const int chain = consumer * args.chains_per_cta, lane = chain >> 1;
+    return ConsumerRole{lane, chain & 1, lane < args.groups * args.heads_beside};
 }
-constexpr int kChainsBarrier = 15;  // joins all chains of a CTA: the movers have set them up
-KDA_DEVICE void join_chains() { named_barrier(kChainsBarrier, (kChainThreads + 32) * kChains); }
 
 // Warpgroup i computes chain i.
-KDA_DEVICE void compute(const PipelineArgs& args, ConsumerSmem& smem, int consumer) {
-    const int own = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    const ChainRole role = chain_role(args, consumer, own);
-    join_chains();
-    if (!role.works) return;
-    ChainRing<3> ring;
+KDA_DEVICE void compute(const PipelineArgs& args, ConsumerSmem& smem, const ConsumerRole& role) {
+    const int place = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    if (place >= args.chains_per_cta) return;
+    ChainRing<kStages> ring;
     for (int hv = role.lane % args.heads_beside; hv < args.kda.HV; hv += args.heads_beside) {
-        for (int n = smem.group[own].first; n < smem.group[own].last; ++n)
-            compute_chain(args.kda, ChainUnit{n, hv, role.half}, smem.chain[own], ring);
+        for (int n = smem.group.first; n < smem.group.last; ++n)
+            compute_chain(args.kda, ChainUnit{n, hv, role.half + place, place}, smem.chains, ring);
     }
 }
 // The i-th warp after the warpgroups moves the data of chain i.
-KDA_DEVICE void move(const PipelineArgs& args, ConsumerSmem& smem, int consumer) {
+KDA_DEVICE void move(const PipelineArgs& args, ConsumerSmem& smem, const ConsumerRole& role) {
     const KdaArgs& kda = args.kda;
-    const int own = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - 4 * kChains;
-    if (own >= kChains) return;
-    const ChainRole role = chain_role(args, consumer, own);
-    if (role.works) {
-        const Group group = load_group(args, role.lane / args.heads_beside);
-        if ((threadIdx.x & 31) == 0) {
-            smem.group[own] = group;
-            init_chain(smem.chain[own]);
-        }
-    }
-    join_chains();
-    if (!role.works) return;
-    const Group& group = smem.group[own];
-    ChainRing<3> ring;
+    const int place = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - 4 * kChains;
+    if (place >= args.chains_per_cta) return;
+    const Group& group = smem.group;
+    ChainRing<kStages> ring;
     RingSource source{kda.workspace + static_cast<i64>(role.lane) * args.ring * kStageBytes, ready_flag(args, role.lane, 0),
                       consumed_counters(args, role.lane) + role.half, args.ring - 1, 0, 0};
+    // Two chains take their images together: the other counter holds nobody back.
+    if (place == 0 && args.chains_per_cta == 2 && (threadIdx.x & 31) == 0) store_relaxed(source.taken + 1, 0x7fffffff);
     int before = 0;  // numbers of the heads that are done
     for (int hv = role.lane % args.heads_beside; hv < kda.HV; hv += args.heads_beside, before += group.slots) {
         for (int n = group.first; n < group.last; ++n) {
             source.base = before + static_cast<int>(slot_base(kda, n) - group.base);
             source.known = max(source.known, source.base);
-            source.skip_to(source.base);  // slots that hold no chunk count as taken
-            move_chain(kda, ChainUnit{n, hv, role.half}, source, smem.chain[own], ring);
+            if (place == 0) source.skip_to(source.base);  // slots that hold no chunk count as taken
+            move_chain(kda, ChainUnit{n, hv, role.half + place, place}, source, smem.chains, ring);
         }
     }
-    source.skip_to(0x7fffffff);
+    if (place == 0) source.skip_to(0x7fffffff);
+}
+
+KDA_DEVICE void consume(const PipelineArgs& args, ConsumerSmem& smem, int consumer) {
+    const ConsumerRole role = consumer_role(args, consumer);
+    if (!role.works) return;
+    if (threadIdx.x < 32) {
+        const Group group = load_group(args, role.lane / args.heads_beside);
+        if (threadIdx.x == 0) {
+            smem.group = group;
+            init_chains(smem.chains, args.chains_per_cta);
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x < 128 * kChains) {  // 2 x 128 x 200 + 128 x 104 registers, of 384 x 168
+        raise_registers<200>();
+        compute(args, smem, role);
+    } else {
+        lower_registers<104>();
+        move(args, smem, role);
+    }
 }
 
 // Zeroes the flags; one CTA.
@@ -318,14 +336,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) kda_pipeline(const __g
     const int ticket = shared_ticket, total = gridDim.x;
     const int consumer = static_cast<int>(static_cast<i64>(ticket) * args.consumers / total);
     const bool is_consumer = static_cast<int>(static_cast<i64>(ticket + 1) * args.consumers / total) > consumer;
-    if (is_consumer) {  // 2 x 128 x 200 + 128 x 104 registers, of 384 x 168
-        if (threadIdx.x < 128 * kChains) {
-            raise_registers<200>();
-            compute(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
-        } else {
-            lower_registers<104>();
-            move(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
-        }
+    if (is_consumer) {
+        consume(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
     } else {
         produce(args, *reinterpret_cast<ProducerSmem*>(dynamic_smem), ticket - consumer, total - args.consumers);
     }

@@ -15,8 +15,8 @@
 template <int kStages>
 KDA_DEVICE void recurrence(const KdaArgs& args, ChainSmem<kStages>& smem) {
     const int head = blockIdx.x >> 1;
-    const ChainUnit unit{head / args.HV, head % args.HV, static_cast<int>(blockIdx.x & 1)};
-    if (threadIdx.x == 0) init_chain(smem);
+    const ChainUnit unit{head / args.HV, head % args.HV, static_cast<int>(blockIdx.x & 1), 0};
+    if (threadIdx.x == 0) init_chains(smem, 1);
     __syncthreads();
     ChainRing<kStages> ring;
     if (__shfl_sync(0xffffffffu, threadIdx.x / kChainThreads, 0) == 0) {
@@ -29,15 +29,15 @@ KDA_DEVICE void recurrence(const KdaArgs& args, ChainSmem<kStages>& smem) {
 }
 
 using RecurrenceSmem = ChainSmem<3>;
-using SingleSmem = ChainSmem<4>;
-static_assert(sizeof(RecurrenceSmem) == 96256 && sizeof(SingleSmem) == 128000, "keep kda_jit/backends/cuda.py in step");
+using SingleSmem = ChainSmem<6>;
+static_assert(sizeof(RecurrenceSmem) == 108544 && sizeof(SingleSmem) == 216064, "keep kda_jit/backends/cuda.py in step");
 
 // One chain a CTA, two CTAs an SM: they hide each other's latency.
 extern "C" __global__ void __launch_bounds__(kChainThreads + 32, 2) kda_recurrence(const __grid_constant__ KdaArgs args) {
     extern __shared__ __align__(1024) u8 dynamic_smem[];
     recurrence(args, *reinterpret_cast<RecurrenceSmem*>(dynamic_smem));
 }
-// One CTA an SM, for so few chains that most have an SM to themselves: a stage more hides the way from memory.
+// One CTA an SM, for so few chains that most have an SM to themselves: more stages hide the way from memory.
 extern "C" __global__ void __launch_bounds__(kChainThreads + 32, 1) kda_recurrence_single(const __grid_constant__ KdaArgs args) {
     extern __shared__ __align__(1024) u8 dynamic_smem[];
     recurrence(args, *reinterpret_cast<SingleSmem*>(dynamic_smem));
