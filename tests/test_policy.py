@@ -16,30 +16,24 @@ SMS = RUN["device"]["sms"]
 def test_what_is_taken_is_within_5_percent_of_the_faster(row):
     us = {name: row["timings"][f"cuda/{name}"]["us"] for name in ("hopper", "hopper_single")}
     lengths = row["lengths"]
-    single = one_chain_an_sm(sum(lengths), len(lengths), row["heads"], SMS)
+    single = one_chain_an_sm(len(lengths), row["heads"], SMS)
     taken = "hopper_single" if single else "hopper"
     assert us[taken] <= 1.05 * min(us.values()), (taken, us)
 
 
 @pytest.mark.parametrize(
-    "tokens, N, HV, sm_count, single",
+    "N, HV, sm_count, single",
     [
-        (8192, 1, 66, 132, True),
-        (8192, 1, 67, 132, False),
-        (8192, 2, 33, 132, True),
-        (8192, 2, 37, 132, True),
-        (8192, 2, 38, 132, False),
-        (8192, 1, 64, 114, False),
-        (8192, 1, 1, 1, False),
-        (1024, 1, 1, 132, True),
-        (1023, 1, 1, 132, False),
-        (4096, 4, 1, 132, True),
-        (4095, 4, 1, 132, False),
-        (1 << 40, 1, 1, 132, True),
-        (1 << 40, 20_000, 1, 132, False),
-        (0, 3, 2, 132, False),
+        (1, 66, 132, True),
+        (1, 67, 132, False),
+        (2, 33, 132, True),
+        (2, 37, 132, True),
+        (2, 38, 132, False),
+        (1, 64, 114, False),
+        (1, 1, 1, False),
+        (20_000, 1, 132, False),
     ],
 )
-def test_where_it_turns(tokens, N, HV, sm_count, single):
-    """At one chain an SM, an eighth more for several sequences; at 1024 tokens a sequence."""
-    assert one_chain_an_sm(tokens, N, HV, sm_count) is single
+def test_where_it_turns(N, HV, sm_count, single):
+    """At one chain an SM, an eighth more for several sequences."""
+    assert one_chain_an_sm(N, HV, sm_count) is single

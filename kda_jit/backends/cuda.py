@@ -58,6 +58,7 @@ class Schedule:
     """A file of kernels_src, the two kernels it launches in order, and where it runs.
 
     capabilities   major compute capabilities; the target is the device's own
+    ctas_a_head    of the second kernel, where it runs the recurrence
     pipelined      the second kernel does everything, divided by `plan_pipeline`; else the first
                    prepares all stage images, and the second runs the recurrence
     """
@@ -66,6 +67,7 @@ class Schedule:
     file: str
     launches: tuple[Launch, Launch]
     capabilities: tuple[int, ...]
+    ctas_a_head: int = 2
     pipelined: bool = False
 
     def spec(self, target: str) -> KernelSpec:
@@ -88,8 +90,9 @@ PORTABLE = Schedule(
 HOPPER = Schedule(
     "hopper",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence", 160, 108544)),
+    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence", 384, 216064)),
     (9,),
+    ctas_a_head=1,
 )
 #: For so few chains that most have an SM to themselves (backends/policy.py).
 HOPPER_SINGLE = Schedule(
@@ -198,7 +201,7 @@ def _plan(p: KdaProblem) -> _Plan:
     else:
         slots = stage_slots(p.B * p.T, p.N, checkpoints=checkpoints)
         image_bytes = slots * p.HV * STAGE_BYTES
-        grids = (slots * p.HV, p.N * p.HV * 2)
+        grids = (slots * p.HV, p.N * p.HV * schedule.ctas_a_head)
     return _Plan(
         current, schedule, pipeline, first, second, image_bytes,
         ((grids[0], 1, 1), (grids[1], 1, 1)), _overlaps(target),
@@ -232,7 +235,7 @@ def _choose(
 ) -> tuple[Schedule, PipelinePlan | None]:
     """The schedule that the environment asks for by name, else the best one for the sizes."""
     if asked == "auto":
-        asked = _best(target, device_index, tokens, N, HV).name
+        asked = _best(target, device_index, N, HV).name
     if asked not in SCHEDULES:
         raise InputError(
             f"{settings.SCHEDULE.name}: expected auto, {', '.join(SCHEDULES)}, got {asked!r}."
@@ -244,10 +247,10 @@ def _choose(
     return (schedule, plan) if plan is not None else (HOPPER, None)
 
 
-def _best(target: str, device_index: int, tokens: int, N: int, HV: int) -> Schedule:
+def _best(target: str, device_index: int, N: int, HV: int) -> Schedule:
     if arch_named(target).cc[0] not in HOPPER.capabilities:
         return PORTABLE
-    single = one_chain_an_sm(tokens, N, HV, _sm_count(device_index))
+    single = one_chain_an_sm(N, HV, _sm_count(device_index))
     return HOPPER_SINGLE if single else HOPPER
 
 

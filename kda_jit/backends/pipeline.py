@@ -16,14 +16,16 @@ from kda_jit.workspace import STAGE_BYTES, STAGE_TOKENS
 MAX_CHAINS_PER_SM = 2
 #: Groups that the kernel has room for (kMaxGroups there).
 MAX_GROUPS = 64
+#: Images that a consumer asks for before it returns one (kStages there), and two to work ahead.
+MIN_RING = 8
 #: The ring should stay in L2 beside what streams through it.
 RING_BYTES = 24 << 20
 _LINE_BYTES = 128
 
-# SM cycles a token, predicted for an H200 and not yet met (docs/notes/hopper.md has what was
-# measured): of a chain alone or beside another, and of preparing for a value head.
-_CHAIN_CYCLES = {1: 24.0, 2: 36.0}
-_PREPARE_CYCLES = 100.0
+# SM cycles a token, measured on an H200 (docs/notes/hopper.md): of a chain alone on its SM or of
+# two side by side, and of preparing for a value head.
+_CHAIN_CYCLES = {1: 39.0, 2: 66.0}
+_PREPARE_CYCLES = 95.0
 
 
 class PipelinePlan(NamedTuple):
@@ -31,7 +33,7 @@ class PipelinePlan(NamedTuple):
 
     groups          of sequences, about equal in tokens
     heads_beside    heads of a group that run beside each other; the others follow in the same lanes
-    ring            stage images a lane, a power of two
+    ring            stage images a lane
     consumers       CTAs, of `sm_count`
     chains_per_cta  of a consumer
     """
@@ -82,10 +84,8 @@ def plan_pipeline(tokens: int, N: int, HV: int, sm_count: int) -> PipelinePlan |
                     tokens * HV * _PREPARE_CYCLES / producers,
                 )
                 images = tokens // STAGE_TOKENS * HV // lanes
-                ring = 1
-                while 2 * ring <= min(64, images, RING_BYTES // (lanes * STAGE_BYTES)):
-                    ring *= 2
-                if ring < 4:
+                ring = min(64, images, RING_BYTES // (lanes * STAGE_BYTES))
+                if ring < MIN_RING:
                     continue
                 plan = PipelinePlan(groups, heads_beside, ring, consumers, chains)
                 if best is None or time < best[0]:

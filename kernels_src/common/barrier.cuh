@@ -36,6 +36,21 @@ KDA_DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
+// Whether that phase is over, without waiting.
+KDA_DEVICE bool mbarrier_test(u32 barrier, u32 parity) {
+    u32 over;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(over)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return over != 0;
+}
+
 // `bytes` contiguous bytes of global memory, both ends aligned to 16; they count towards the mbarrier's phase.
 KDA_DEVICE void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
@@ -48,8 +63,13 @@ KDA_DEVICE void bulk_store(void* global, u32 shared, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes) : "memory");
 }
 KDA_DEVICE void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-KDA_DEVICE void bulk_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // shared memory is free
-KDA_DEVICE void bulk_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }            // all is written
+// Until what the groups read may be written again.
+KDA_DEVICE void bulk_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until all groups but the last kPending are written.
+template <int kPending>
+KDA_DEVICE void bulk_store_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
 // What this thread wrote to shared memory is there for bulk copies, once a barrier has passed. A no-op before sm_90.
 KDA_DEVICE void async_proxy_fence() {
 #if __CUDA_ARCH__ >= 900

@@ -13,7 +13,7 @@
 //
 // Everything keeps the layout of MMA fragments (common/mma.cuh): a lane holds tokens gid and gid + 8 of a block, channels 2 tid
 // and 2 tid + 1 of a tile of eight. The sum of the gates over tokens is a product too: a triangle of ones times the gates
-// comes out in that layout, in fp32. Gates are rounded to f16 for it, by 2^-12 of themselves at most.
+// comes out in that layout, in fp32. Gates are rounded to f16 for it, by 2^-11 of themselves at most.
 #pragma once
 #include "common/barrier.cuh"
 #include "common/mma.cuh"
@@ -120,7 +120,8 @@ KDA_DEVICE void measure_rows(PrepareSmem& smem, int half) {
 // scale / |x|, eps counted as one more square.
 KDA_DEVICE float inverse_norm(const PrepareSmem& smem, int tensor, int row, float scale) {
     const float a = smem.squares[0][tensor][row], b = smem.squares[1][tensor][row];
-    if (!(a < 0.0f || b < 0.0f)) return rsqrt_approx(a + b + kNormEps) * scale;
+    const float sum = a + b, inf = __int_as_float(0x7f800000);
+    if (a >= 0.0f && b >= 0.0f && sum < inf) return rsqrt_approx(sum + kNormEps) * scale;
     const float scaled = (a < 0.0f ? -a : a * kDown * kDown) + (b < 0.0f ? -b : b * kDown * kDown);
     return rsqrt_approx(scaled) * kDown * scale;
 }
@@ -192,12 +193,17 @@ KDA_DEVICE void fetch_rows(u8* tile, const u8* from, i32 step, i32 valid, int ha
     cp_async_commit();
 }
 
-// A chunk of value head `hv` from `in` to smem.image, by warps `half` 0 and 1 (uniform, for the compiler too). `barrier()` joins
-// the two. Warp 1 has time to spare and calls `meanwhile()` while warp 0 solves.
-// At the end both have seen the image complete, and bulk copies may read it.
-template <typename Barrier, typename Meanwhile>
+// A chunk of value head `hv` from `in` to smem.image, by warps `half` 0 and 1 (uniform, for the compiler too).
+//
+//   barrier()  joins the two warps
+//   decayed()  is called by warp 1, who has time to spare while warp 0 solves: k_decayed and q_decayed, the first
+//              kDecayedBytes of the image, are complete
+//
+// At the end both have seen the image complete. Bulk copies may read what is called complete.
+constexpr int kDecayedBytes = kAk;
+template <typename Barrier, typename Decayed>
 KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv, PrepareSmem& smem, int half, Barrier barrier,
-                              Meanwhile meanwhile) {
+                              Decayed decayed) {
     // Opaque: else a caller's loop keeps all that follows from it in registers.
     const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
 
@@ -205,12 +211,10 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
     fetch_rows(smem.image + kRawQ, in.q, in.q_step, in.valid, half);
     fetch_rows(smem.image + kRawG, in.g, in.g_step, in.valid, half);
     const u16 beta_raw = load_half_streaming(in.beta + static_cast<i64>(min(lane, in.valid - 1)) * in.beta_step);
-    const float slope = -kLog2E * fminf(exp2_approx(kLog2E * args.A_log[hv]), 0x1p100f);  // inf times a bias of 0 is NaN
-    {
-        const Float2 bias = *reinterpret_cast<const Float2*>(args.dt_bias + hv * kHeadDim + 64 * half + 2 * lane);
-        *reinterpret_cast<Float2*>(smem.image + kBias + 4 * (64 * half + 2 * lane)) = Float2{bias.x * slope, bias.y * slope};
-    }
-
+    const float A_log = args.A_log[hv];
+    const Float2 bias_raw = *reinterpret_cast<const Float2*>(args.dt_bias + hv * kHeadDim + 64 * half + 2 * lane);
+    const float rate = exp2_approx(kLog2E * A_log), slope = -kLog2E * (rate > 0x1p100f ? 0x1p100f : rate);  // inf times a bias of 0 is NaN
+    *reinterpret_cast<Float2*>(smem.image + kBias + 4 * (64 * half + 2 * lane)) = Float2{bias_raw.x * slope, bias_raw.y * slope};
     cp_async_wait<1>();  // k and q
     __syncwarp();
     measure_rows(smem, half);
@@ -234,7 +238,7 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
     cumulate_fragment(cumulate[0], in.valid);
     cumulate_fragment(cumulate[1], in.valid - kBlock);
     // bound sigmoid(x) kGateScale = 1 / (c + c exp(-x)), exp in base 2 like all others.
-    const float gate_c = reciprocal_approx(args.lower_bound * kLog2E * kGateScale);
+    const float gate_c = reciprocal_approx(fminf(args.lower_bound * kLog2E * kGateScale, -0x1p-120f));
     const u32 image = shared_address(smem.image);
 
     // gate_cumsum, intra: the warp's share of all scores, as C tiles of columns 0..7 and 8..15, times the scales; and the
@@ -346,6 +350,7 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
         give(M, M_10);
     else
         give(A, A_10);
+    async_proxy_fence();
     barrier();  // the other warp's sums are here
 
     // Row of T (or of a tile) whose address this lane gives to ldmatrix.x4: tiles (0, 0), (8, 0), (0, 8), (8, 8).
@@ -431,7 +436,7 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
             }
             m_10[2 * n] = pack_f16(M_10[n][0], M_10[n][1]), m_10[2 * n + 1] = pack_f16(M_10[n][2], M_10[n][3]);
         }
-        meanwhile();
+        decayed();
     }
     barrier();  // T is in place
 
@@ -490,6 +495,6 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
         *reinterpret_cast<float*>(smem.image + kShift) = exp2_int(shift);
         *reinterpret_cast<i32*>(smem.image + kShift + 4) = shift;
     }
-    async_proxy_fence();  // bulk copies may follow
+    async_proxy_fence();
     barrier();
 }

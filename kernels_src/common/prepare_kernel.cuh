@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads, 6) kda_prepare(con
     if (threadIdx.x == 0) {
         bulk_store(image, shared_address(smem.image), kStageBytes);
         bulk_store_commit();
-        bulk_store_wait();  // the CTA's shared memory lives no longer than the CTA
+        bulk_store_wait<0>();  // the CTA's shared memory lives no longer than the CTA
     }
 #else
     for (int at = 16 * threadIdx.x; at < kStageBytes; at += 16 * kPrepareThreads) store_quad(image + at, load_quad(smem.image + at));

@@ -18,7 +18,7 @@ constexpr int kVRows = 16;  // of S^T, a warp
 // In units of 2^exponent, max(|v|, 16 |S|) is kept within [2^4, 2^14]: then |R| <= |v| + sqrt(128) |S| < 2^15.
 constexpr float kUnitsLow = 0x1p4f, kUnitsHigh = 0x1p14f;
 constexpr int kUnitsTarget = 10;
-constexpr float kStateHeadroom = 16.0f;
+constexpr int kStateHeadroom = 4;  // as a power of two
 
 struct StateTile {
     float s[16][4];  // C tiles: keys 8 n + 2 tid (+ 1), V rows gid and gid + 8
@@ -35,9 +35,9 @@ KDA_DEVICE void pack_state(u32 (&a)[8][4], const StateTile& state) {
     }
 }
 
-// Chooses new units from the exact maximum, so that the larger of |v| and headroom * |S| has exponent `target`. Returns the largest
+// Chooses new units from the exact maximum, so that the larger of |v| and 2^headroom |S| has exponent `target`. Returns the largest
 // |S| in them. Rare; NaN and inf leave the units as they are.
-KDA_DEVICE float choose_units(StateTile& state, float v_max, float headroom, int target) {
+KDA_DEVICE float choose_units(StateTile& state, float v_max, int headroom, int target) {
     float s_max = 0.0f;
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
@@ -46,10 +46,15 @@ KDA_DEVICE float choose_units(StateTile& state, float v_max, float headroom, int
     }
     s_max = warp_max_positive(s_max);
     // Exponents rather than values: s may be far out of f16's range, v in true units far out of s's.
-    const int s_log = s_max > 0.0f ? ilogb_fast(s_max * headroom) + state.exponent : -1000;
+    const int s_log = s_max > 0.0f ? ilogb_fast(s_max) + headroom + state.exponent : -1000;
     const int v_log = v_max > 0.0f ? ilogb_fast(v_max) : -1000;
     const int log = max(s_log, v_log);
-    if (log == -1000 || !(s_max < 0x1p120f) || !(v_max < 0x1p127f * 1.99f)) return s_max;
+    if (log == -1000) {  // of nothing but zeros any will do; shifts would go on moving them
+        state.exponent = 0;
+        return 0.0f;
+    }
+    const float inf = __int_as_float(0x7f800000);
+    if (!(s_max < inf && v_max < inf)) return s_max;
     const int exponent = max(-100, min(log - target, 117));
     const int move = state.exponent - exponent;
     // Two steps: a single power of two might leave fp32's exponents.
@@ -93,9 +98,9 @@ KDA_DEVICE int advance_chunk(StateTile& state, u32 image, u32 v_tile, int v0, fl
         for (int nt = 0; nt < 4; ++nt) v_max = max_abs_bf16x2(max_abs_bf16x2(v_max, v[nt][0]), v[nt][1]);
         const float v_true = fmaxf(bf16_lo(v_max), bf16_hi(v_max));
         const float v_units = v_true * exp2_int(-state.exponent);
-        const float s_units = fmaxf(f16_lo(s_max), f16_hi(s_max)) * kStateHeadroom;
+        const float s_units = fmaxf(f16_lo(s_max), f16_hi(s_max)) * (1 << kStateHeadroom);
         const float largest = warp_max_positive(fmaxf(v_units, s_units));
-        if (!(largest >= kUnitsLow && largest <= kUnitsHigh)) {
+        if (!(largest >= kUnitsLow && largest <= kUnitsHigh) || state.exponent < -100) {
             choose_units(state, warp_max_positive(v_true), kStateHeadroom, kUnitsTarget);
             pack_state(a, state);
         }

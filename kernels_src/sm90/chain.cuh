@@ -30,10 +30,11 @@ constexpr int kImageBytes = (kStageBytes + 1023) / 1024 * 1024;
 constexpr int kChainTile = kHalfTile;  // 32 tokens x 64 columns, bf16, tile_offset layout
 constexpr OperandLayout kAkLayout = operand_layout(kHalfTile, 8 * kRowBytes, kSwizzle128);
 
-// In units: v is to be within [2^4, 2^12], a row of the state at most 2^14 long. New units bring |v| to 2^6, unless |S|, which they bring to
-// 2^8 at most, is larger.
+// In units: v is to be within [2^4, 2^12], a row of the state at most 2^14 long. New units bring |v| into [2^6, 2^7), or |S| into
+// [2^8, 2^9) if that is coarser.
 constexpr float kPassLow = 0x1p4f, kPassHigh = 0x1p12f, kPassState = 0x1p14f;
-constexpr float kChainHeadroom = 0x1p-2f;
+constexpr float kPassShare = kPassState * kPassState / 4;  // what each lane of a quad may have of a row's squared length
+constexpr int kChainHeadroom = -2;
 constexpr int kChainTarget = 6;
 
 enum ChainEvents : u32 { kMeasure = 1, kCheckpoint = 2, kFinal = 4 };  // after a chunk
@@ -63,7 +64,7 @@ struct ChainUnit {
     int n, hv, half, place;
 };
 
-// Where stage images come from; the first mover asks. This one: the workspace that an earlier grid filled.
+// Where stage images come from; the first mover asks, for one chunk after another. This one: the workspace that an earlier grid filled.
 struct WorkspaceSource {
     const u8* images;  // of the sequence's first chunk
     i64 pitch;         // bytes to the next chunk's
@@ -72,7 +73,8 @@ struct WorkspaceSource {
     KDA_DEVICE void wait(int c) const {  // returns when chunk c's image may be read by bulk copies; called in order
         if (c == 0) grid_wait_for_prerequisites();
     }
-    KDA_DEVICE void consumed(int) const {}  // chunk c's image has been read: its place is free
+    static constexpr bool kReused = false;  // if true, consumed(c) is called: chunk c's image has been copied, its place is free
+    KDA_DEVICE void consumed(int) const {}
 };
 
 // Once per kernel, by one thread; a barrier of all users must follow. `chains`: 1 or 2, that share the stages.
@@ -102,9 +104,10 @@ KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Sou
         const u32 to = shared_address(smem.stage) + stage * static_cast<u32>(sizeof(smem.stage[0]));
         if (unit.place == 0) {
             source.wait(c);
+            const u8* image = source.image(c);
             if (thread == 0) {
                 mbarrier_arrive_expect_bytes(full, kStageBytes);
-                bulk_copy(to, source.image(c), kStageBytes, full);
+                bulk_copy(to, image, kStageBytes, full);
             }
             __syncwarp();
         }
@@ -129,7 +132,8 @@ KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Sou
         const Chunk chunk = chunk_of(seq, c);
         u16* to = out + (chunk.start + row) * args.out_token;
         mbarrier_wait(shared_address(&smem.empty[ring.stage]), ring.parity);
-        if (unit.place == 0) source.consumed(c);
+        // Whoever has done with chunk c has seen that the next one has landed.
+        if (Source::kReused && unit.place == 0) source.consumed(min(c + 1, seq.num_chunks - 1));
         Quad32 rows[kSteps];
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) rows[i] = load_quad(tile + tile_offset(row + kRows * i, piece));
@@ -182,7 +186,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
     int units;                         // exponent of a, R and O
     float decay[16][2], shift_scale;  // of the next chunk; 2^shift, where its betas are tiny, goes into the decay
     int shift;
-    float bound;  // of the squared length of the state's rows after the chunk whose v was read last, in units
+    float bound;  // this lane's share of the squared length of rows after the chunk whose v was read last, in units
     const float out_scale = args.scale * (1.0f / kQueryScale);
 
     auto load_v = [&](u32 image) {
@@ -216,11 +220,12 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
 #pragma unroll
         for (int n = 0; n < 16; ++n) decay[n][0] *= shift_scale, decay[n][1] *= shift_scale;
     };
-    auto bound_next = [&](float v_largest) { bound = fmaf(v_largest * (1.05f * kChunk), v_largest, bound); };  // 5 %: for rounding
-    auto new_units = [&](float v_largest) {
-        const float largest = choose_units(state, v_largest, kChainHeadroom, kChainTarget);
-        bound = kHeadDim * largest * largest;
-        bound_next(v_largest * exp2_int(-state.exponent));
+    // A lane has v of a quarter of the tokens. 5 %: rounding is no contraction.
+    auto bound_next = [&](float v_max) { bound = fmaf(v_max * (1.05f * kChunk / 4), v_max, bound); };
+    auto new_units = [&](float v_max) {
+        const float largest = choose_units(state, warp_max_positive(v_max), kChainHeadroom, kChainTarget);
+        bound = kHeadDim / 4 * largest * largest;
+        bound_next(v_max * exp2_int(-state.exponent));
     };
     // S to the A operand, then decayed.
     auto snapshot = [&] {
@@ -241,14 +246,18 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
     constexpr u32 to_empty = kStages * sizeof(u64);
     mbarrier_wait(full, ring.parity);
     load_v(image);
-    new_units(warp_max_positive(measure_v()));
+    new_units(measure_v());
     load_decay(image);
     shift_decay();
     snapshot();
 
 #pragma unroll 1
     for (int c = 0; c < num_chunks; ++c) {
-        const u32 base = image >> 4;
+        const u32 base = image >> 4, this_image = image, this_full = full;
+        const bool more = c + 1 < num_chunks;
+        ring.advance();
+        full = shared_address(smem.full) + ring.stage * static_cast<u32>(sizeof(u64));
+        const bool landed = mbarrier_test(full, ring.parity);  // asked here, where it costs no waiting
 
         wgmma_fence();
 #pragma unroll
@@ -307,12 +316,9 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
         wgmma_commit();
 
         // In their shadow: what the next chunk needs, and whether its units may stay.
-        const u32 this_image = image, this_full = full;
-        const bool more = c + 1 < num_chunks, shifted = shift != 0;
-        ring.advance();
-        full = shared_address(smem.full) + ring.stage * static_cast<u32>(sizeof(u64));
+        const bool shifted = shift != 0;
         if (more) {
-            mbarrier_wait(full, ring.parity);
+            if (!__all_sync(0xffffffffu, landed)) mbarrier_wait(full, ring.parity);
             image = shared_address(smem.stage) + ring.stage * static_cast<u32>(sizeof(smem.stage[0]));
         }
         load_v(image);  // after the last chunk: its own again, which nobody uses
@@ -330,9 +336,11 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
                                   pack_bf16(o[nt + 1][0] * scale, o[nt + 1][1] * scale),
                                   pack_bf16(o[nt + 1][2] * scale, o[nt + 1][3] * scale));
         }
-        const float v_max = warp_max_positive(measure_v()), v_next = v_max * to_units;
+        const float v_max = measure_v(), v_next = v_max * to_units;
+        const bool above = __any_sync(0xffffffffu, !(v_next <= kPassHigh && bound <= kPassShare));
+        const bool below = !__any_sync(0xffffffffu, v_next >= kPassLow);
         u32 events = 0;  // all of them rare
-        if (!(v_next >= kPassLow && v_next <= kPassHigh && bound <= kPassState * kPassState) || shifted) events |= kMeasure;
+        if (above || below || shifted) events |= kMeasure;
         bound_next(v_next);
         if (c == checkpoint_chunk) events |= kCheckpoint;
         if (!more) events |= kFinal;

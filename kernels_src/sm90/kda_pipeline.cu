@@ -22,7 +22,7 @@ struct PipelineArgs {
     u32* flags;        // see below
     i32 groups;        // of sequences, about equal in tokens
     i32 heads_beside;  // heads of a group that run beside each other; the others follow in the same lanes
-    i32 ring;          // images a lane, a power of two
+    i32 ring;          // images a lane
     i32 consumers;     // CTAs
     i32 chains_per_cta;  // 2: both halves of a lane, which share its images; 1: one
     i32 reserved;
@@ -39,6 +39,11 @@ KDA_DEVICE u32* ready_flag(const PipelineArgs& args, int lane, int place) {
 KDA_DEVICE u32 load_acquire(const u32* p) {
     u32 v;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+KDA_DEVICE u32 load_relaxed(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
 KDA_DEVICE void store_relaxed(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
@@ -139,7 +144,7 @@ struct JobList {
 
             const ChunkInputs in = locate_inputs(kda, seq, chunk_of(seq, c), hv);
             if (thread == 0) {
-                const int place = number & (args.ring - 1);
+                const int place = number % args.ring;
                 job.in = in;
                 job.image = kda.workspace + (static_cast<i64>(lane) * args.ring + place) * kStageBytes;
                 job.consumed = consumed_counters(args, lane);
@@ -159,14 +164,14 @@ struct JobList {
 
 struct ProducerSmem {
     PrepareSmem prepare[kPairs];
-    Job jobs[kPairs][2];
+    Job jobs[kPairs][3];   // the one before, this one, the next, in turn
     JobList list[kPairs];  // of the pair's warp 1, who has no register to spare
     Group groups[kMaxGroups];
 };
 
-KDA_DEVICE void find_job(const PipelineArgs& args, ProducerSmem& smem, int pair, int turn) {
+KDA_DEVICE void find_job(const PipelineArgs& args, ProducerSmem& smem, int pair, Job& job) {
     JobList list = smem.list[pair];
-    list.next(args, smem.groups, smem.jobs[pair][turn]);
+    list.next(args, smem.groups, job);
     __syncwarp();
     if ((threadIdx.x & 31) == 0) smem.list[pair] = list;
     __syncwarp();
@@ -185,60 +190,95 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
         // Neighbouring heads of a chunk go to different SMs.
         smem.list[pair] = JobList(args, smem.groups, pair * producers + producer, kPairs * producers);
         __syncwarp();
-        find_job(args, smem, pair, 0);
+        find_job(args, smem, pair, smem.jobs[pair][0]);
     }
     barrier();
-    // Warp 1's leader stores the image and says so one job later, when it has long arrived.
-    bool stored = false;
-    const auto publish = [&](const Job& job) {
-        if (!leader || !stored) return;
-        bulk_store_wait();
-        store_release(job.ready, job.number + 1);
-    };
+    PrepareSmem& prepare = smem.prepare[pair];
     int turn = 0;
-    for (; smem.jobs[pair][turn].exists; turn ^= 1) {
+    // Warp 1's leader stores an image in two parts, the first while warp 0 solves. It says that the image is there one job later,
+    // when it surely is, and saying so meets the wait for the next one's second part.
+    const auto store = [&](const Job& job, int from, int to) {
+        if (!leader) return;
+        bulk_store(job.image + from, shared_address(prepare.image) + from, to - from);
+        bulk_store_commit();
+    };
+    bool owes = false;  // saying so
+    const auto publish = [&] {
+        const Job& before = smem.jobs[pair][turn == 0 ? 2 : turn - 1];
+        if (leader) store_release(before.ready, before.number + 1);
+        __syncwarp();
+        owes = false;
+    };
+    const auto decayed = [&] {
         const Job& job = smem.jobs[pair][turn];
-        prepare_chunk(args.kda, job.in, job.hv, smem.prepare[pair], half, barrier, [&] {
-            publish(smem.jobs[pair][turn ^ 1]);
-            find_job(args, smem, pair, turn ^ 1);
-        });
-        if (half == 1) {
-            while (static_cast<i32>(load_acquire(job.consumed)) < job.needed) __nanosleep(32);
-            while (static_cast<i32>(load_acquire(job.consumed + 1)) < job.needed) __nanosleep(32);
-            if (leader) {
-                bulk_store(job.image, shared_address(smem.prepare[pair].image), kStageBytes);
-                bulk_store_commit();
-                bulk_store_wait_read();
-            }
-            stored = true;
-            __syncwarp();
+        const u32* taken = job.consumed + (threadIdx.x & 1);
+        while (__any_sync(0xffffffffu, static_cast<i32>(load_relaxed(taken)) < job.needed)) {
+            if (!owes) continue;
+            bulk_store_wait<0>();  // whoever this waits for may wait for that image
+            publish();
         }
-        barrier();  // this pair's shared memory is free
+        store(job, 0, kDecayedBytes);
+        find_job(args, smem, pair, smem.jobs[pair][turn == 2 ? 0 : turn + 1]);
+    };
+    for (; smem.jobs[pair][turn].exists; turn = turn == 2 ? 0 : turn + 1) {
+        const Job& job = smem.jobs[pair][turn];
+        prepare_chunk(args.kda, job.in, job.hv, prepare, half, barrier, decayed);
+        if (half == 1) {
+            store(job, kDecayedBytes, kStageBytes);
+            if (owes) {
+                bulk_store_wait<2>();  // all but this image's two parts
+                publish();
+            }
+            bulk_store_wait_read();
+            __syncwarp();
+            owes = true;
+        }
+        barrier();  // this pair's shared memory is free, and the next job is known
     }
-    if (half == 1) publish(smem.jobs[pair][turn ^ 1]);
+    if (owes) {
+        bulk_store_wait<0>();
+        publish();
+    }
 }
 
-// Images from the ring of a lane, one sequence at a time; asked by the chain's mover warp.
+// Images from the ring of a lane, one sequence at a time; asked by the first mover, in order.
 struct RingSource {
-    const u8* ring;    // the lane's images
-    const u32* ready;  // and their flags
-    u32* taken;        // this chain's counter
-    int mask;          // ring size - 1
-    int base;          // number, in the lane, of the sequence's first chunk
-    mutable int known; // images before this number are known to be ready
+    const u8* ring;     // the lane's images
+    const u32* ready;   // and their flags
+    u32* taken;         // this chain's counter
+    int size;           // of the ring
+    int base;           // number, in the lane, of the sequence's first chunk
+    mutable int next;   // number of the image that is asked for next,
+    mutable int place;  // and where in the ring it is
+    mutable int known;  // images before this number are known to be ready
+    static constexpr bool kReused = true;
 
-    KDA_DEVICE const u8* image(int c) const { return ring + static_cast<i64>((base + c) & mask) * kStageBytes; }
-    KDA_DEVICE void wait(int c) const {
+    // On to the sequence whose first chunk has this number; numbers in between hold no chunk and count as taken.
+    KDA_DEVICE void begin(int number) {
+        place = (place + (number - next)) % size;
+        base = next = number;
+        known = max(known, number);
+        skip_to(number);
+    }
+    KDA_DEVICE void wait(int) const {
         // Several flags a look, since a look takes longer than most waits: lane i asks for the i-th image from here.
-        const int number = base + c, lane = threadIdx.x & 31;
-        while (number >= known) {
-            const bool asks = lane < 8 && lane <= mask;
-            const u32 flag = asks ? load_acquire(ready + ((number + lane) & mask)) : 0;
-            const u32 written = __ballot_sync(0xffffffffu, asks && flag == static_cast<u32>(number + lane + 1));
-            known = max(known, number + __ffs(~written) - 1);
+        const int lane = threadIdx.x & 31;
+        while (next >= known) {
+            const bool asks = lane < 8 && lane < size;
+            const int at = place + lane;
+            const u32 flag = asks ? load_acquire(ready + (at < size ? at : at - size)) : 0;
+            const u32 written = __ballot_sync(0xffffffffu, asks && flag == static_cast<u32>(next + lane + 1));
+            known = max(known, next + __ffs(~written) - 1);
         }
-        // What the producers wrote through the generic proxy is now read through the async one.
+        __syncwarp();
+        // What lies behind the flags is read through the async proxy.
         asm volatile("fence.proxy.async.global;" ::: "memory");
+    }
+    KDA_DEVICE const u8* image(int) const {
+        const u8* at = ring + static_cast<i64>(place) * kStageBytes;
+        ++next;
+        place = place + 1 == size ? 0 : place + 1;
+        return at;
     }
     KDA_DEVICE void consumed(int c) const { skip_to(base + c + 1); }
     KDA_DEVICE void skip_to(int number) const {
@@ -283,15 +323,13 @@ KDA_DEVICE void move(const PipelineArgs& args, ConsumerSmem& smem, const Consume
     const Group& group = smem.group;
     ChainRing<kStages> ring;
     RingSource source{kda.workspace + static_cast<i64>(role.lane) * args.ring * kStageBytes, ready_flag(args, role.lane, 0),
-                      consumed_counters(args, role.lane) + role.half, args.ring - 1, 0, 0};
+                      consumed_counters(args, role.lane) + role.half, args.ring, 0, 0, 0, 0};
     // Two chains take their images together: the other counter holds nobody back.
     if (place == 0 && args.chains_per_cta == 2 && (threadIdx.x & 31) == 0) store_relaxed(source.taken + 1, 0x7fffffff);
     int before = 0;  // numbers of the heads that are done
     for (int hv = role.lane % args.heads_beside; hv < kda.HV; hv += args.heads_beside, before += group.slots) {
         for (int n = group.first; n < group.last; ++n) {
-            source.base = before + static_cast<int>(slot_base(kda, n) - group.base);
-            source.known = max(source.known, source.base);
-            if (place == 0) source.skip_to(source.base);  // slots that hold no chunk count as taken
+            if (place == 0) source.begin(before + static_cast<int>(slot_base(kda, n) - group.base));
             move_chain(kda, ChainUnit{n, hv, role.half + place, place}, source, smem.chains, ring);
         }
     }
@@ -318,12 +356,18 @@ KDA_DEVICE void consume(const PipelineArgs& args, ConsumerSmem& smem, int consum
     }
 }
 
-// Zeroes the flags; one CTA.
+constexpr u32 kNoTicket = 0x40000000;
+
+// Zeroes the flags; one CTA. Where a sequence ends before it begins, producers and consumers would not agree on the chunks there
+// are, and wait for each other: then there are no tickets, and nothing is written.
 extern "C" __global__ void __launch_bounds__(1024) kda_pipeline_begin(const __grid_constant__ PipelineArgs args) {
     grid_launch_dependents();
     const int lanes = args.groups * args.heads_beside;
     const int words = kLineWords * (1 + lanes) + lanes * args.ring;
-    for (int i = threadIdx.x; i < words; i += 1024) args.flags[i] = 0;
+    bool wrong = false;
+    for (int n = threadIdx.x; n < args.kda.N; n += 1024) wrong |= sequence_start(args.kda, n + 1) < sequence_start(args.kda, n);
+    wrong = __syncthreads_or(wrong);
+    for (int i = threadIdx.x; i < words; i += 1024) args.flags[i] = i == 0 && wrong ? kNoTicket : 0;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) kda_pipeline(const __grid_constant__ PipelineArgs args) {
@@ -334,6 +378,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) kda_pipeline(const __g
     __syncthreads();
     // Consumers are spread evenly over the tickets, so that any set of CTAs that runs first has both roles.
     const int ticket = shared_ticket, total = gridDim.x;
+    if (ticket >= total) return;
     const int consumer = static_cast<int>(static_cast<i64>(ticket) * args.consumers / total);
     const bool is_consumer = static_cast<int>(static_cast<i64>(ticket + 1) * args.consumers / total) > consumer;
     if (is_consumer) {

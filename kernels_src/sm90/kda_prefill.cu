@@ -4,41 +4,55 @@
 //
 // in      KdaArgs (common/kda_args.cuh): q k v g beta in place, token-strided; state fp32 or bf16, [slots, HV, V, K]
 // out     out bf16; final_state; checkpoint_state
-// launch  kda_prepare     common/prepare_kernel.cuh
-//         kda_recurrence, or kda_recurrence_single  grid N * HV * 2, 160 threads, sizeof(RecurrenceSmem) or (SingleSmem);
-//                         after kda_prepare, on the same stream
-// roles   recurrence: a warpgroup and a warp for each 64 of V's columns
+// launch  kda_prepare            common/prepare_kernel.cuh
+//         kda_recurrence         grid N * HV, 384 threads, sizeof(RecurrenceSmem); after kda_prepare, on the same stream. Or:
+//         kda_recurrence_single  grid N * HV * 2, 160 threads, sizeof(RecurrenceSmem), likewise
+// roles   recurrence: a warpgroup that computes and a warp that moves data for each 64 of V's columns
 // format  stage images in f16 (common/stage.cuh), scores of 16 tokens in tf32, state and gates in fp32
 #include "common/prepare_kernel.cuh"
 #include "sm90/chain.cuh"
 
-template <int kStages>
-KDA_DEVICE void recurrence(const KdaArgs& args, ChainSmem<kStages>& smem) {
-    const int head = blockIdx.x >> 1;
-    const ChainUnit unit{head / args.HV, head % args.HV, static_cast<int>(blockIdx.x & 1), 0};
-    if (threadIdx.x == 0) init_chains(smem, 1);
-    __syncthreads();
+constexpr int kStages = 6;
+using RecurrenceSmem = ChainSmem<kStages>;
+static_assert(sizeof(RecurrenceSmem) == 216064, "keep kda_jit/backends/cuda.py in step");
+
+KDA_DEVICE void compute(const KdaArgs& args, const ChainUnit& unit, RecurrenceSmem& smem) {
     ChainRing<kStages> ring;
-    if (__shfl_sync(0xffffffffu, threadIdx.x / kChainThreads, 0) == 0) {
-        compute_chain(args, unit, smem, ring);
+    compute_chain(args, unit, smem, ring);
+}
+KDA_DEVICE void move(const KdaArgs& args, const ChainUnit& unit, RecurrenceSmem& smem) {
+    ChainRing<kStages> ring;
+    const i64 pitch = static_cast<i64>(args.HV) * kStageBytes;
+    const WorkspaceSource source{args.workspace + slot_base(args, unit.n) * pitch + unit.hv * kStageBytes, pitch};
+    move_chain(args, unit, source, smem, ring);
+}
+
+// A head a CTA: both halves of V on the same images.
+extern "C" __global__ void __launch_bounds__(384, 1) kda_recurrence(const __grid_constant__ KdaArgs args) {
+    extern __shared__ __align__(1024) u8 dynamic_smem[];
+    RecurrenceSmem& smem = *reinterpret_cast<RecurrenceSmem*>(dynamic_smem);
+    if (threadIdx.x == 0) init_chains(smem, 2);
+    __syncthreads();
+    const int n = blockIdx.x / args.HV, hv = blockIdx.x % args.HV, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp < 8) {  // 2 x 128 x 200 + 128 x 104 registers, of 384 x 168
+        raise_registers<200>();
+        const int place = __shfl_sync(0xffffffffu, threadIdx.x / kChainThreads, 0);
+        compute(args, ChainUnit{n, hv, place, place}, smem);
     } else {
-        const i64 pitch = static_cast<i64>(args.HV) * kStageBytes;
-        const WorkspaceSource source{args.workspace + slot_base(args, unit.n) * pitch + unit.hv * kStageBytes, pitch};
-        move_chain(args, unit, source, smem, ring);
+        lower_registers<104>();
+        if (warp < 10) move(args, ChainUnit{n, hv, warp - 8, warp - 8}, smem);
     }
 }
-
-using RecurrenceSmem = ChainSmem<3>;
-using SingleSmem = ChainSmem<6>;
-static_assert(sizeof(RecurrenceSmem) == 108544 && sizeof(SingleSmem) == 216064, "keep kda_jit/backends/cuda.py in step");
-
-// One chain a CTA, two CTAs an SM: they hide each other's latency.
-extern "C" __global__ void __launch_bounds__(kChainThreads + 32, 2) kda_recurrence(const __grid_constant__ KdaArgs args) {
-    extern __shared__ __align__(1024) u8 dynamic_smem[];
-    recurrence(args, *reinterpret_cast<RecurrenceSmem*>(dynamic_smem));
-}
-// One CTA an SM, for so few chains that most have an SM to themselves: more stages hide the way from memory.
+// Half a head a CTA, for so few that there are SMs for all.
 extern "C" __global__ void __launch_bounds__(kChainThreads + 32, 1) kda_recurrence_single(const __grid_constant__ KdaArgs args) {
     extern __shared__ __align__(1024) u8 dynamic_smem[];
-    recurrence(args, *reinterpret_cast<SingleSmem*>(dynamic_smem));
+    RecurrenceSmem& smem = *reinterpret_cast<RecurrenceSmem*>(dynamic_smem);
+    if (threadIdx.x == 0) init_chains(smem, 1);
+    __syncthreads();
+    const int head = blockIdx.x >> 1;
+    const ChainUnit unit{head / args.HV, head % args.HV, static_cast<int>(blockIdx.x & 1), 0};
+    if (__shfl_sync(0xffffffffu, threadIdx.x / kChainThreads, 0) == 0)
+        compute(args, unit, smem);
+    else
+        move(args, unit, smem);
 }

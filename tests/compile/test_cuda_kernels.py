@@ -30,15 +30,19 @@ from kda_jit.testing import Case
 ALL = (*TARGETS, *PTX_TARGETS)
 #: Registers of a multiprocessor, and how many a warp is given at a time.
 REGISTERS, GRANULE = 65536, 256
-#: Blocks that a multiprocessor should hold at least; kernels hide latency behind each other.
-RESIDENT = {"kda_prepare": 4, "kda_recurrence": 2}
+#: Blocks that a multiprocessor should hold at least, where they are to hide each other's latency.
+RESIDENT = {
+    ("sm80/kda_prefill.cu", "kda_prepare"): 6,
+    ("sm80/kda_prefill.cu", "kda_recurrence"): 2,
+    ("sm90/kda_prefill.cu", "kda_prepare"): 6,
+}
 #: What the system keeps of shared memory, per block.
 SYSTEM_SMEM = 1024
 #: How the sources say what dynamic shared memory a kernel uses; others use none.
 SMEM_OF = {
     "kda_prepare": "sizeof(PrepareSmem)",
     "kda_recurrence": "sizeof(RecurrenceSmem)",
-    "kda_recurrence_single": "sizeof(SingleSmem)",
+    "kda_recurrence_single": "sizeof(RecurrenceSmem)",
     "kda_pipeline": "kPipelineSmem",
 }
 
@@ -127,7 +131,7 @@ def test_every_launch_fits_a_multiprocessor_of_its_target(build: Build) -> None:
         # The whole of a multiprocessor is a kilobyte more than what one block can have.
         whole = arch.smem_per_block + SYSTEM_SMEM
         by_smem = whole // (taken.smem_static + launch.smem + SYSTEM_SMEM)
-        wanted = RESIDENT.get(launch.entry, 1)
+        wanted = RESIDENT.get((build.schedule.file, launch.entry), 1)
         assert by_registers >= wanted, f"{launch.entry}: {taken.registers} registers"
         if arch.smem_per_block > 200 * 1024:
             assert by_smem >= wanted, f"{launch.entry}: {launch.smem} bytes of shared memory"
@@ -357,7 +361,7 @@ def test_pipeline_stays_within_what_a_workspace_plans(sm_count: int) -> None:
                 assert plan.flag_bytes <= specs["pipeline_flags"].nbytes, (tokens, N, HV, plan)
                 assert 1 <= plan.groups <= min(N, pipeline.MAX_GROUPS)
                 assert 1 <= plan.chains_per_cta <= pipeline.MAX_CHAINS_PER_SM
-                assert plan.ring & (plan.ring - 1) == 0
+                assert plan.ring >= pipeline.MIN_RING
                 assert 1 <= plan.heads_beside <= HV
                 # Every chain has a consumer, and there are producers left.
                 assert plan.consumers * plan.chains_per_cta >= 2 * plan.lanes

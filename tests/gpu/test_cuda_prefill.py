@@ -245,6 +245,45 @@ def test_tiny_betas_write_tiny_but_exact_states(cuda: Any, logit: float) -> None
     cuda.check(y, y.reference(), *cuda.prefill(y))
 
 
+@pytest.mark.parametrize("logit", [-6.0, -11.5, -15.0])
+def test_columns_of_zeros_stay_zero_however_small_the_betas(cuda: Any, logit: float) -> None:
+    """A chunk of tiny betas moves the units of the state, which for zeros nothing brings back."""
+    x = Case(seed=32, lengths=(2100,), heads=1, initial=False).tensors(cuda.device)
+    v = x.v.clone()
+    v[..., 32:64] = 0
+    y = x.replace(v=v, beta=torch.full_like(x.beta, logit))
+    out, state = cuda.prefill(y)
+    assert out.isfinite().all()
+    assert not out[..., 32:64].any()
+    want = y.reference()
+    assert_close("final_state", state, want.final_state, cuda.limits(y, want)[1], case=y.case)
+
+
+def test_norms_that_overflow_only_in_sum(cuda: Any) -> None:
+    """64 channels of 1.9e18 have a sum of squares that fp32 holds, 128 have none."""
+    x = Case(seed=33, lengths=(70,), heads=2).tensors(cuda.device)
+    y = x.replace(q=x.q.sign() * 1.9e18, k=x.k.sign() * 1.9e18)
+    cuda.check(y, y.reference(), *cuda.prefill(y))
+
+
+def test_a_lower_bound_that_hardly_is_one(cuda: Any) -> None:
+    x = Case(seed=34, lengths=(70,), heads=2).tensors(cuda.device)
+    y = x.replace(lower_bound=-1e-44, g=x.g * 100)
+    cuda.check(y, y.reference(), *cuda.prefill(y))
+
+
+def test_nan_in_a_parameter_shows_in_its_head_alone(cuda: Any) -> None:
+    x = Case(seed=35, lengths=(70,), heads=2).tensors(cuda.device)
+    A_log = x.A_log.clone()
+    A_log[1] = torch.nan
+    out, state = cuda.prefill(x)
+    broken, broken_state = cuda.prefill(x.replace(A_log=A_log))
+    assert broken[:, :, 1].isnan().all()
+    assert broken_state[:, 1].isnan().all()
+    assert torch.equal(broken[:, :, 0], out[:, :, 0])
+    assert torch.equal(broken_state[:, 0], state[:, 0])
+
+
 @pytest.mark.parametrize("heads", [1, 3, 5, 7, 12, 20])
 def test_any_number_of_heads(way: Any, heads: int) -> None:
     """Tokens of beta are then no multiple of 16 bytes apart."""
@@ -682,6 +721,12 @@ def test_large_states_do_not_overflow(way: Any) -> None:
         way.check(y, y.reference(), *way.prefill(y))
 
 
+def test_states_near_the_end_of_fp32(cuda: Any) -> None:
+    x = Case(seed=67, lengths=(70, 0, 3), heads=2, regime="mixed").tensors(cuda.device)
+    y = x.replace(initial_state=x.initial_state * 2e37)
+    cuda.check(y, y.reference(), *cuda.prefill(y))
+
+
 def test_outputs_of_one_call_survive_the_next(way: Any) -> None:
     cases = [Case(seed=seed, lengths=(65, 20), heads=2) for seed in (68, 69, 70)]
     inputs = [way.exact(case)[0] for case in cases]
@@ -786,16 +831,19 @@ def test_misaligned_tensors_run_elsewhere(name: str, monkeypatch: pytest.MonkeyP
 
 def test_wrong_indices_on_the_device_stay_inside_the_buffers(way: Any) -> None:
     """Lengths and slots that only the device sees: results are anything, but not elsewhere."""
-    case = Case(seed=83, lengths=(40, 30, 20, 10), heads=2)
-    x, _ = way.exact(case)
-    for ends in (
-        (0, 50, 20, 90, 100),
-        (0, 2**31 - 1, -5, 10**6, 100),
-        (-(2**31), -1, 200, 300, 400),
-        (100, 100, 0, 0, 2**31 - 1),
+    few = Case(seed=83, lengths=(40, 30, 20, 10), heads=2).tensors(way.device)
+    many = Case(seed=83, lengths=(400, 300, 200, 100), heads=8).tensors(way.device)
+    for x, ends in (
+        (few, (0, 50, 20, 90, 100)),
+        (few, (0, 2**31 - 1, -5, 10**6, 100)),
+        (few, (-(2**31), -1, 200, 300, 400)),
+        (few, (100, 100, 0, 0, 2**31 - 1)),
+        (many, (0, 1000, 100, 500, 1000)),
+        (many, (0, 600, 200, 1000, 1000)),
+        (many, (900, 100, 100, 2000, 1)),
     ):
         memory = torch.full((3, *x.v.shape[1:]), 7.0, dtype=x.v.dtype, device=way.device)
-        states = torch.full((6, 2, 128, 128), 7.0, device=way.device)
+        states = torch.full((6, x.v.shape[2], 128, 128), 7.0, device=way.device)
         poison = way.poison(x)
         way.prefill(
             x,
