@@ -6,9 +6,11 @@
 // Same units, number formats and rounding as common/recurrence.cuh, with wgmma: S^T [64 x 128] is the accumulator of an
 // m64n128 product, and packed to f16 the A operand of the next chunk's products. B is the stage image as it lies in shared memory.
 //
-//   tensor cores   |      X      |      O1     | O2 |      S'     |                  |      X
-//   registers      | v, max |      wait   | R |  next D and V, pack O | snapshot, decay  | v, max ...
+//   tensor cores   |      X       |      O1     | O2 |      S'     |                  |      X
+//   registers      | v, load next |     wait    | R  | max, D, pack O | snapshot, decay  | v ...
 //
+// A warp issues in order and waits at a wgmma that does not fit the queue, of about eight: a load between X and O1 costs nothing,
+// work there does.
 // The state is decayed for the next chunk right after it was packed for it: ptxas lets nobody write an accumulator while
 // an earlier batch is in flight. All else that is not arithmetic is the movers'. Two barriers a stage join the two:
 //   full    movers -> compute: the image and V's columns are here
@@ -181,7 +183,8 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
     // (tokens 0, columns 0), (0, 8), (8, 0), (8, 8); tokens 16 .. 31 are 16 rows further on.
     const u32 own_tile = kImageBytes + unit.place * kChainTile + tile_offset((lane & 7) + 8 * (lane >> 4), 2 * warp + ((lane >> 3) & 1));
 
-    u32 a[8][4], v[4][2];  // S^T in f16, as A fragments; V^T: rows gid and gid + 8 of token tile nt
+    u32 a[8][4];                // S^T in f16, as A fragments
+    u32 v[4][2], v_next[4][2];  // V^T of this chunk and of the next: rows gid and gid + 8 of token tile nt
     float x[4][4], o[4][4];
     int units;                         // exponent of a, R and O
     float decay[16][2], shift_scale;  // of the next chunk; 2^shift, where its betas are tiny, goes into the decay
@@ -194,7 +197,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
         for (int nt = 0; nt < 4; nt += 2) {
             u32 r[4];
             ldmatrix_x4_trans(r, image + own_tile + 8 * nt * kRowBytes);
-            v[nt][0] = r[0], v[nt][1] = r[1], v[nt + 1][0] = r[2], v[nt + 1][1] = r[3];
+            v_next[nt][0] = r[0], v_next[nt][1] = r[1], v_next[nt + 1][0] = r[2], v_next[nt + 1][1] = r[3];
         }
     };
     auto measure_v = [&] {
@@ -202,7 +205,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
 #pragma unroll
         for (int nt = 0; nt < 4; ++nt) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) largest[r] = max_abs_bf16x2(largest[r], v[nt][r]);
+            for (int r = 0; r < 2; ++r) largest[r] = max_abs_bf16x2(largest[r], v_next[nt][r]);
         }
         largest[0] = max_abs_bf16x2(largest[0], largest[1]);
         return fmaxf(bf16_lo(largest[0]), bf16_hi(largest[0]));
@@ -259,6 +262,8 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
         full = shared_address(smem.full) + ring.stage * static_cast<u32>(sizeof(u64));
         const bool landed = mbarrier_test(full, ring.parity);  // asked here, where it costs no waiting
 
+#pragma unroll
+        for (int nt = 0; nt < 4; ++nt) v[nt][0] = v_next[nt][0], v[nt][1] = v_next[nt][1];
         wgmma_fence();
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
@@ -284,6 +289,15 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
         }
         pin(v_units);
 
+        // The next V comes while O's products are issued.
+        const bool shifted = shift != 0;
+        if (more) {
+            if (!__all_sync(0xffffffffu, landed)) mbarrier_wait(full, ring.parity);
+            image = shared_address(smem.stage) + ring.stage * static_cast<u32>(sizeof(smem.stage[0]));
+        }
+        load_v(image);  // after the last chunk: its own again, which nobody uses
+
+        wgmma_fence();
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
             const u64 b = operand(kRowsOf128Bytes, base + ((kQDecayed + s / 4 * kHalfTile + s % 4 * 32) >> 4));
@@ -315,17 +329,10 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
             wgmma_n128_rows(state.s, r[s], operand(kAkLayout, base + ((kAk + s * 16 * kRowBytes) >> 4)));
         wgmma_commit();
 
-        // In their shadow: what the next chunk needs, and whether its units may stay.
-        const bool shifted = shift != 0;
-        if (more) {
-            if (!__all_sync(0xffffffffu, landed)) mbarrier_wait(full, ring.parity);
-            image = shared_address(smem.stage) + ring.stage * static_cast<u32>(sizeof(smem.stage[0]));
-        }
-        load_v(image);  // after the last chunk: its own again, which nobody uses
-
+        // In their shadow: the next chunk's decays, and whether its units may stay.
+        load_decay(image);
         wgmma_wait<1>();
         pin(o);
-        load_decay(image);
         {
             const float scale = out_scale * exp2_int(units);
 #pragma unroll
@@ -336,12 +343,12 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
                                   pack_bf16(o[nt + 1][0] * scale, o[nt + 1][1] * scale),
                                   pack_bf16(o[nt + 1][2] * scale, o[nt + 1][3] * scale));
         }
-        const float v_max = measure_v(), v_next = v_max * to_units;
-        const bool above = __any_sync(0xffffffffu, !(v_next <= kPassHigh && bound <= kPassShare));
-        const bool below = !__any_sync(0xffffffffu, v_next >= kPassLow);
+        const float v_max = measure_v(), v_largest = v_max * to_units;
+        const bool above = __any_sync(0xffffffffu, !(v_largest <= kPassHigh && bound <= kPassShare));
+        const bool below = !__any_sync(0xffffffffu, v_largest >= kPassLow);
         u32 events = 0;  // all of them rare
         if (above || below || shifted) events |= kMeasure;
-        bound_next(v_next);
+        bound_next(v_largest);
         if (c == checkpoint_chunk) events |= kCheckpoint;
         if (!more) events |= kFinal;
         shift_decay();

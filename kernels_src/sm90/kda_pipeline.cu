@@ -347,11 +347,11 @@ KDA_DEVICE void consume(const PipelineArgs& args, ConsumerSmem& smem, int consum
         }
     }
     __syncthreads();
-    if (threadIdx.x < 128 * kChains) {  // 2 x 128 x 200 + 128 x 104 registers, of 384 x 168
-        raise_registers<200>();
+    if (threadIdx.x < 128 * kChains) {  // 2 x 128 x 208 + 128 x 88 registers, of 384 x 168
+        raise_registers<208>();
         compute(args, smem, role);
     } else {
-        lower_registers<104>();
+        lower_registers<88>();
         move(args, smem, role);
     }
 }

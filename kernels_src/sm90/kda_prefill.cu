@@ -34,12 +34,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_recurrence(const __grid
     if (threadIdx.x == 0) init_chains(smem, 2);
     __syncthreads();
     const int n = blockIdx.x / args.HV, hv = blockIdx.x % args.HV, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp < 8) {  // 2 x 128 x 200 + 128 x 104 registers, of 384 x 168
-        raise_registers<200>();
+    if (warp < 8) {  // 2 x 128 x 208 + 128 x 88 registers, of 384 x 168
+        raise_registers<208>();
         const int place = __shfl_sync(0xffffffffu, threadIdx.x / kChainThreads, 0);
         compute(args, ChainUnit{n, hv, place, place}, smem);
     } else {
-        lower_registers<104>();
+        lower_registers<88>();
         if (warp < 10) move(args, ChainUnit{n, hv, warp - 8, warp - 8}, smem);
     }
 }
