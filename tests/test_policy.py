@@ -8,7 +8,7 @@ import pytest
 from kda_jit.backends.policy import one_chain_an_sm
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
-RUN = json.loads((RESULTS / "h200-2026-11-29-schedules.json").read_text())
+RUN = json.loads((RESULTS / "h200-2026-11-30-schedules.json").read_text())
 SMS = RUN["device"]["sms"]
 
 
