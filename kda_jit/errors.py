@@ -9,6 +9,7 @@
     ├── GradError         (RuntimeError)   a tensor requires grad; this package is forward only
     ├── WorkspaceError    (RuntimeError)   a locked workspace was asked to grow, or a plan exceeded
     ├── OutputConflictError (RuntimeError) a step would write an output row twice, or not at all
+    ├── IntegrationError  (RuntimeError)   what an integration stands in for is there already
     ├── CaptureError      (RuntimeError)   a first call (compile, load) inside a CUDA graph capture
     ├── CompileError      (RuntimeError)   NVRTC refused a kernel, or is not there
     └── LaunchError       (RuntimeError)   the CUDA driver refused to load or launch a kernel
@@ -54,6 +55,10 @@ class WorkspaceError(KdaError, RuntimeError):
 
 class OutputConflictError(KdaError, RuntimeError):
     """Parts of a layer's step would write one row of its output twice, or leave one out."""
+
+
+class IntegrationError(KdaError, RuntimeError):
+    """An integration cannot be switched on, since what it stands in for is there already."""
 
 
 class CaptureError(KdaError, RuntimeError):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from kda_jit.errors import InputError
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -65,9 +67,19 @@ FLASHKDA_SO = Setting(
     "none",
     "Shared library of FlashKDA (_flashkda_C.abi3.so) for benchmarks to measure against.",
 )
+VLLM = Setting(
+    "KDA_JIT_VLLM",
+    "off",
+    "Whether the plugin that vLLM loads registers this package as FlashKDA "
+    "(torch.ops._flashkda_C): on (or 1) or off (or 0).",
+)
 
-SETTINGS: tuple[Setting, ...] = (BACKEND, CACHE_DIR, ARCH, SCHEDULE, KERNELS_SRC, FLASHKDA_SO)
+SETTINGS: tuple[Setting, ...] = (
+    BACKEND, CACHE_DIR, ARCH, SCHEDULE, KERNELS_SRC, FLASHKDA_SO, VLLM,
+)  # fmt: skip
 """The whole table, in the order of docs/environment.md."""
+
+_SWITCH = {"on": True, "1": True, "off": False, "0": False}
 
 
 def backend() -> str:
@@ -107,3 +119,11 @@ def flashkda_so() -> Path | None:
     """FlashKDA's shared library, or None."""
     asked = FLASHKDA_SO.read()
     return Path(os.path.expanduser(asked)) if asked else None
+
+
+def vllm() -> bool:
+    """Whether the plugin in vLLM registers FlashKDA's operators."""
+    asked = VLLM.read().lower() or VLLM.default
+    if asked not in _SWITCH:
+        raise InputError(f"{VLLM.name}: expected on, off, 1 or 0, got {asked!r}.")
+    return _SWITCH[asked]

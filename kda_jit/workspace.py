@@ -160,6 +160,34 @@ class Workspace:
         if self._planned is not None and self._device is not None:
             self._allocate(self._planned, "Workspace")
 
+    @classmethod
+    def on(cls, memory: Tensor, specs: Mapping[str, Spec], *, hint: str = "") -> Workspace:
+        """A planned workspace in memory of the caller's, which is neither grown nor freed.
+
+        memory   a contiguous tensor of any shape and dtype, of `planned_bytes(specs)` or more
+        hint     how to get a tensor that is large enough, for the error's text
+
+        Whoever lends one tensor twice keeps the calls apart: each workspace orders its own only.
+        """
+        if not isinstance(memory, Tensor):
+            raise InputTypeError(
+                f"workspace: expected a contiguous tensor, got {type(memory).__name__}."
+            )
+        if not memory.is_contiguous():
+            raise InputError(
+                f"workspace: expected a contiguous tensor, got strides {tuple(memory.stride())} "
+                f"for shape {list(memory.shape)}."
+            )
+        needed = planned_bytes(specs)
+        if memory.nbytes < needed:
+            raise WorkspaceError(
+                f"workspace: expected a tensor of at least {needed} bytes, got {memory.nbytes}. "
+                f"{hint}".rstrip()
+            )
+        if memory.dtype is not torch.uint8 or memory.dim() != 1:
+            memory = memory.view(-1).view(torch.uint8)
+        return cls(specs, memory.device, lambda nbytes, device: memory)
+
     # -- facts -----------------------------------------------------------------------------------
 
     @property

@@ -18,6 +18,7 @@ BUILT_IN = {
     "GradError": RuntimeError,
     "WorkspaceError": RuntimeError,
     "OutputConflictError": RuntimeError,
+    "IntegrationError": RuntimeError,
     "CaptureError": RuntimeError,
     "CompileError": RuntimeError,
     "LaunchError": RuntimeError,

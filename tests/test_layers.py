@@ -18,6 +18,7 @@ LAYERS = [
     ["pack", "step"],
     ["api", "recurrent", "layer", "mixed_batch", "core", "warmup", "ops", "compat"],
     [""],  # the package itself: the public names
+    ["integrations"],  # stand-ins for other packages
     ["testing"],
     ["bench", "demo"],
     ["testing.verify"],  # tries peers, too, through their adapters of the benchmarks

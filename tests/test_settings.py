@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kda_jit import settings
+from kda_jit.errors import InputError
 
 ACCESSORS: dict[str, tuple[Callable[[], object], object]] = {
     "KDA_JIT_BACKEND": (settings.backend, "auto"),
@@ -16,6 +17,7 @@ ACCESSORS: dict[str, tuple[Callable[[], object], object]] = {
     "KDA_JIT_SCHEDULE": (settings.schedule, "auto"),
     "KDA_JIT_KERNELS_SRC": (settings.kernels_src, None),
     "KDA_JIT_FLASHKDA_SO": (settings.flashkda_so, None),
+    "KDA_JIT_VLLM": (settings.vllm, False),
 }
 
 
@@ -61,6 +63,18 @@ def test_values_are_read_live_and_normalised(monkeypatch: pytest.MonkeyPatch) ->
     assert settings.kernels_src() == Path("/Some/Where")  # a path keeps its case
     monkeypatch.setenv("KDA_JIT_BACKEND", "torch")
     assert settings.backend() == "torch"
+
+
+@pytest.mark.parametrize("value, meant", [("on", True), ("1", True), ("OFF", False), ("0", False)])
+def test_the_switch_is_on_or_off(monkeypatch: pytest.MonkeyPatch, value: str, meant: bool) -> None:
+    monkeypatch.setenv("KDA_JIT_VLLM", value)
+    assert settings.vllm() is meant
+
+
+def test_a_switch_in_between_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDA_JIT_VLLM", "maybe")
+    with pytest.raises(InputError, match="KDA_JIT_VLLM: expected on, off, 1 or 0, got 'maybe'"):
+        settings.vllm()
 
 
 def test_cache_dir_prefers_our_variable_then_xdg_then_home(monkeypatch: pytest.MonkeyPatch) -> None:

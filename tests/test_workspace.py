@@ -372,3 +372,41 @@ def test_a_forked_child_starts_afresh():
     assert module._defaults == {}
     with module._defaults_mutex:
         pass
+
+
+# -- memory of the caller's ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [0, 1, 255])
+def test_lent_memory_holds_all_regions_and_nothing_beside_them(offset):
+    block = torch.full((planned_bytes(SPECS) + 600,), 0xFF, dtype=torch.uint8)
+    memory = block[offset : offset + planned_bytes(SPECS)]
+    lent = Workspace.on(memory, SPECS)
+    for name, spec in SPECS.items():
+        lent.view(name, *spec, caller="test").fill_(0)
+    assert lent.nbytes == memory.nbytes
+    assert (block[:offset] == 0xFF).all() and (block[offset + memory.nbytes :] == 0xFF).all()
+    assert (memory == 0).sum() == sum(spec.nbytes for spec in SPECS.values())
+
+
+def test_lent_memory_of_another_dtype_and_shape_is_bytes_too():
+    memory = torch.empty(-(-planned_bytes(SPECS) // 8), 2)  # fp32
+    stages = Workspace.on(memory, SPECS).view("stages", *SPECS["stages"], caller="test")
+    stages.fill_(7.0)
+    assert (memory.view(torch.uint8) == torch.tensor(0x40)).sum() >= 300  # of 7.0, 0x40e00000
+
+
+def test_lent_memory_that_does_not_fit_is_refused():
+    needed = planned_bytes(SPECS)
+    memory = torch.empty(needed + 8, dtype=torch.uint8)
+    with pytest.raises(WorkspaceError, match=rf"least {needed} bytes, got {needed - 1}\. Ask\.$"):
+        Workspace.on(memory[: needed - 1], SPECS, hint="Ask.")
+    with pytest.raises(InputError, match="contiguous tensor, got strides"):
+        Workspace.on(memory[::2], {})
+    with pytest.raises(InputTypeError, match="contiguous tensor, got bytes"):
+        Workspace.on(b"1", SPECS)
+    lent = Workspace.on(memory, SPECS)
+    with pytest.raises(WorkspaceError, match="stay within the plan"):
+        lent.get("flags", 6, caller="test")
+    with pytest.raises(DeviceError, match="expected one on meta"):
+        lent.acquire(torch.device("meta"), 0, False)

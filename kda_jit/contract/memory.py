@@ -29,6 +29,24 @@ def check_aliasing(written: dict[str, Tensor | None], read: dict[str, Tensor | N
         others[name] = x
 
 
+def check_scratch(memory: Tensor, others: dict[str, Tensor | None]) -> None:
+    """Scratch memory shares no byte with any argument: kernels write it while they read those."""
+    start = memory.data_ptr()
+    end = start + memory.nbytes
+    for name, x in others.items():
+        if x is None or x.numel() == 0:
+            continue
+        first = x.data_ptr()
+        if first >= end:
+            continue
+        last = first + x.nbytes if x.is_contiguous() else address_range(x)[1]
+        if last > start:
+            raise InputError(
+                f"workspace: expected memory apart from {name}, got overlapping ranges of "
+                "addresses. Kernels write it while they read and write the arguments."
+            )
+
+
 def address_range(x: Tensor) -> tuple[int, int]:
     """First byte, and the end of the last one; the same for a tensor without elements."""
     if x.numel() == 0:
