@@ -9,9 +9,6 @@ using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
 
-struct alignas(8) Pair32 {
-    u32 x, y;
-};
 struct alignas(16) Quad32 {
     u32 x, y, z, w;
 };
@@ -42,24 +39,9 @@ KDA_DEVICE u32 pack_f16(float lo, float hi) {
 }
 
 KDA_DEVICE Quad32 load_quad(const void* p) { return *static_cast<const Quad32*>(p); }
-KDA_DEVICE Pair32 load_pair(const void* p) { return *static_cast<const Pair32*>(p); }
 KDA_DEVICE void store_quad(void* p, Quad32 v) { *static_cast<Quad32*>(p) = v; }
 
-// Inputs are read once: keep them out of the way of the workspace in L1.
-KDA_DEVICE Quad32 load_quad_streaming(const void* p) {
-    Quad32 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p));
-    return v;
-}
-KDA_DEVICE Pair32 load_pair_streaming(const void* p) {
-    Pair32 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-    return v;
-}
-
-// Volatile, like the others: a load must be issued where it stands, not where its value is needed.
+// Volatile: a load must be issued where it stands, not where its value is needed. Read once: out of the workspace's way in L1.
 KDA_DEVICE u16 load_half_streaming(const void* p) {
     u16 v;
     asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p));
