@@ -1,7 +1,7 @@
 """vLLM's FlashKDA operators: declared as the extension declares them, and refused beside it."""
 
+import ast
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import shutil
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -148,6 +149,7 @@ def test_schemas_equal_those_of_the_loaded_extension(loading):
 
 
 def check(x, got, *, checkpoints=None):
+    assert kda_jit.last_launch().backend == ("cuda" if x.q.is_cuda else "torch")
     want = recurrent_kda(*x.args, **x.kwargs, checkpoint_offsets=checkpoints)
     loss = plain_loss(x, x.reference())
     limit = Limit(loss.state).allowed
@@ -169,7 +171,6 @@ def test_a_ragged_step(ops, width, state):
     got["final_state"] = got["final_state"].to(getattr(torch, state))
     kept = {n: y.clone() for n, y in got.items() if isinstance(y, torch.Tensor)}
     assert ops.fwd(*got.values()) is None
-    assert kda_jit.last_launch().backend == "torch"
     check(x, got)
     assert got["out"][:, -5:].isnan().all(), "rows past the last token were written"
     for name in kept.keys() - {"out", "final_state", "workspace"}:
@@ -252,6 +253,90 @@ def test_inference_mode_takes_parameters(ops):
     with torch.inference_mode():
         ops.fwd(**got)
     check(x, got)
+
+
+# -- the callers in vLLM -------------------------------------------------------------------------
+
+
+def caller(place, names):
+    """The function `_flashkda_prefill` of a file of vLLM's, as it is there, in a scope of ours."""
+    path = ROOT / ".peers" / "vllm_src" / "vllm" / "models" / place
+    if not path.is_file():
+        pytest.skip(f"needs vLLM's sources: unzip its vllm/models/{place} into .peers/vllm_src")
+    tree = ast.parse("from __future__ import annotations\n" + path.read_text())
+    (found,) = [n for n in ast.walk(tree) if getattr(n, "name", "") == "_flashkda_prefill"]
+    scope = {"torch": torch} | names
+    exec(compile(ast.Module([tree.body[0], found], []), str(path), "exec"), scope)
+    return scope["_flashkda_prefill"]
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def on_device(ops):
+    """A step's tensors, parameters as a layer has them, and buffers for larger steps."""
+    x = RAGGED.replace(padding=0).tensors(DEVICE)
+    buffers = [
+        ((8, 2, D, D), torch.float32),
+        ((8, 2, D, D), torch.float32),
+        ((ops.get_workspace_size(512, 2, 8),), torch.uint8),
+        ((1, 512, 2, D), torch.bfloat16),
+    ]
+    A_log = torch.nn.Parameter(x.A_log)
+    dt_bias = torch.nn.Parameter(x.dt_bias.flatten())
+    offsets = torch.tensor([0, 0, 0, 0, 16, 32, 64, 16], dtype=torch.int32, device=DEVICE)
+    with torch.inference_mode():
+        yield x, A_log, dt_bias, buffers, offsets
+
+
+def garbage(shape, dtype):
+    return torch.full(
+        shape, 0xFF if dtype is torch.uint8 else torch.nan, dtype=dtype, device=DEVICE
+    )
+
+
+def test_the_layer_of_kimi_k3_runs_as_it_is(on_device, monkeypatch):
+    run = caller("kimi_k3/nvidia/kda.py", {})
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))  # its _flashkda_C is ours
+    x, A_log, dt_bias, buffers, offsets = on_device
+    final, stored, workspace, out = (garbage(*spec) for spec in buffers)
+    out, state = run(
+        *x.args, A_log=A_log, dt_bias=dt_bias, lower_bound=x.lower_bound,
+        initial_state=x.initial_state, cu_seqlens=x.cu_seqlens, out=out[:, : x.q.shape[1]],
+        final_state=final, workspace=workspace, checkpoint_state=stored,
+        checkpoint_offsets=offsets,
+    )  # fmt: skip
+    got = {"out": out, "final_state": state, "checkpoint_state": stored}
+    check(x, got, checkpoints=offsets)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_the_layer_of_glm5next_runs_as_it_is(on_device, checkpoints):
+    """Its output is in the engine's buffer, as in a step that verifies drafts, too."""
+    x, A_log, dt_bias, buffers, offsets = on_device
+    lent, exported = [], {}
+
+    def get_simultaneous(*specs):
+        lent.extend(garbage(*spec) for spec in specs)
+        return lent
+
+    manager = SimpleNamespace(get_simultaneous=get_simultaneous)
+    run = caller("glm5next/common/kda.py", {"current_workspace_manager": lambda: manager})
+    layer = SimpleNamespace(
+        _flashkda_buffer_specs=buffers,
+        _checkpoint_exporter=SimpleNamespace(export=lambda *_, **given: exported.update(given)),
+        head_dim=D, A_log=A_log.view(1, 1, -1, 1), dt_bias=dt_bias, kda_lower_bound=x.lower_bound,
+    )  # fmt: skip
+    more = {}
+    if checkpoints:
+        more = {name: torch.empty(0) for name in ("raw_qkv", "conv_state", "recurrent_state")}
+        more["checkpoint"] = SimpleNamespace(checkpoint_offsets=offsets)
+    out, state = run(layer, *x.args, x.initial_state, x.cu_seqlens, None, **more)
+    assert out.data_ptr() == lent[3].data_ptr()
+    got = {"out": out, "final_state": state}
+    got["checkpoint_state"] = exported.get("recurrent_checkpoint")
+    check(x, got, checkpoints=offsets if checkpoints else None)
 
 
 # -- torch's own machinery -----------------------------------------------------------------------
