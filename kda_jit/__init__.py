@@ -5,6 +5,7 @@
 Importing this touches neither CuPy, Triton nor a GPU.
 """
 
+from kda_jit import ops as ops  # registers torch.ops.kda_jit
 from kda_jit import reference
 from kda_jit._version import __version__
 from kda_jit.api import prefill, warmup

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from kda_jit.backends.base import (
     Backend,
@@ -83,6 +86,10 @@ def prefill(
     projection are read in place; inside a token they are dense. Inputs are never modified, nothing
     waits for the GPU, and all work goes to torch's current stream of q's device.
 
+    Where q is an array of another library with ``__dlpack__`` (CuPy, JAX, NumPy on the CPU), any
+    argument may be one, and results are arrays of q's library over the same memory. Compiled by
+    torch.compile or exported, a call is one operator, ``torch.ops.kda_jit.prefill``.
+
     Returns (out, final_state); with state_indices, final_state is the pool.
 
     Raises, before anything is launched or written: InputError (ValueError) for a wrong shape,
@@ -91,6 +98,30 @@ def prefill(
     several devices, an explicit backend that cannot run this (with every reason), a workspace that
     is too small, a first call inside a CUDA graph capture, tensors that require grad.
     """
+    if type(q) is not Tensor or is_compiling():
+        other = another_way(q)
+        if other is not None:
+            return other.prefill(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                A_log=A_log,
+                dt_bias=dt_bias,
+                lower_bound=lower_bound,
+                scale=scale,
+                initial_state=initial_state,
+                cu_seqlens=cu_seqlens,
+                out=out,
+                final_state=final_state,
+                state_indices=state_indices,
+                has_initial_state=has_initial_state,
+                checkpoint_state=checkpoint_state,
+                checkpoint_offsets=checkpoint_offsets,
+                workspace=workspace,
+                backend=backend,
+            )
     name, _ = asked_backend(backend)
     if workspace is not None and not isinstance(workspace, Workspace):
         raise InputTypeError(
@@ -115,20 +146,35 @@ def prefill(
         checkpoint_state=checkpoint_state,
         checkpoint_offsets=checkpoint_offsets,
     )
-    runner = _runner(p, backend, name)
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            _run(runner, p, workspace)
-    else:
-        _run(runner, p, workspace)
+    run_problem(runner_for(p, backend, name), p, workspace)
     return p.out, p.final_state
+
+
+def another_way(q: object) -> ModuleType | None:
+    """The module whose functions take this call: being traced, or with arrays of another library.
+
+    None for whatever is as good as a plain tensor, and for what the contract has to refuse.
+    """
+    traced = is_compiling()
+    if isinstance(q, Tensor):
+        # FakeTensor and the like have no memory to hand to a kernel; a Parameter has.
+        traced = traced or type(q).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    elif hasattr(q, "__dlpack__") and not traced:
+        from kda_jit import arrays
+
+        return arrays
+    if traced:
+        from kda_jit import ops
+
+        return ops
+    return None
 
 
 #: (backend asked for, device index, dtypes, K, V, bounded, misaligned, far) -> what runs it.
 _runners: dict[tuple[object, ...], Backend] = {}
 
 
-def _runner(p: KdaProblem, backend: str, name: str) -> Backend:
+def runner_for(p: KdaProblem, backend: str, name: str) -> Backend:
     """The resolver's answer, remembered under a key that is cheaper to build than a query."""
     bounded = p.lower_bound is not None
     key = (
@@ -154,6 +200,16 @@ def _runner(p: KdaProblem, backend: str, name: str) -> Backend:
         found = get_backend(resolve(query, backend).backend)
         _runners[key] = found
     return found
+
+
+def run_problem(backend: Backend, p: KdaProblem, workspace: Workspace | None) -> None:
+    """On the problem's device, whatever the current one, and torch's current stream there."""
+    q = p.q
+    if q.is_cuda and q.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            _run(backend, p, workspace)
+    else:
+        _run(backend, p, workspace)
 
 
 def _run(backend: Backend, p: KdaProblem, workspace: Workspace | None) -> None:

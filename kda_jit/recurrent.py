@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from kda_jit.api import another_way
 from kda_jit.backends import recurrent_torch, recurrent_triton
 from kda_jit.backends.base import LaunchRecord, Query, device_capability, record_launch
 from kda_jit.contract.recurrent import RecurrentProblem, make_recurrent_problem
@@ -81,16 +83,33 @@ def recurrent(
     are not checked: there a sequence with more tokens than columns, with a count of accepted tokens
     that no column answers to, or with a slot outside the pool, is treated as padding.
 
+    Arrays of other libraries, torch.compile and torch.export: as for :func:`kda_jit.prefill`.
+
     Returns out. Raises what :func:`kda_jit.prefill` raises, before anything is launched or written.
     """
-    name, source = asked_backend(backend)
-    if name == "cuda":
-        if backend != "auto":
-            raise NoBackendError(
-                f"{source}: expected 'auto', 'triton' or 'torch', got {backend!r}. The CUDA "
-                "kernels are for whole prompts; decode and verification run in Triton."
+    if type(q) is not Tensor or is_compiling():
+        other = another_way(q)
+        if other is not None:
+            return other.recurrent(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                A_log=A_log,
+                dt_bias=dt_bias,
+                lower_bound=lower_bound,
+                scale=scale,
+                state_pool=state_pool,
+                state_indices=state_indices,
+                num_accepted_tokens=num_accepted_tokens,
+                cu_seqlens=cu_seqlens,
+                null_index=null_index,
+                write_state=write_state,
+                out=out,
+                backend=backend,
             )
-        name = "auto"
+    name = asked(backend)
     p = make_recurrent_problem(
         q,
         k,
@@ -109,17 +128,35 @@ def recurrent(
         write_state=write_state,
         out=out,
     )
-    run = _runner(p, backend, name)
-    if p.is_empty:
-        record_launch(LaunchRecord("none"))
-    elif q.is_cuda and q.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            run(p)
-    else:
-        run(p)
+    run_recurrent(p, name, backend)
     if out is not None:
         return out
     return p.out if v.dim() == 4 else p.out.view(v.shape)
+
+
+def asked(backend: str) -> str:
+    """The name of the backend asked for, or "auto"."""
+    name, source = asked_backend(backend)
+    if name != "cuda":
+        return name
+    if backend != "auto":
+        raise NoBackendError(
+            f"{source}: expected 'auto', 'triton' or 'torch', got {backend!r}. The CUDA "
+            "kernels are for whole prompts; decode and verification run in Triton."
+        )
+    return "auto"
+
+
+def run_recurrent(p: RecurrentProblem, name: str, backend: str) -> None:
+    """A legal call. `name` is what `asked(backend)` says."""
+    run = _runner(p, backend, name)
+    if p.is_empty:
+        record_launch(LaunchRecord("none"))
+    elif p.q.is_cuda and p.q.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(p.q.device):
+            run(p)
+    else:
+        run(p)
 
 
 _Run = Callable[[RecurrentProblem], None]

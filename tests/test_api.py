@@ -77,7 +77,7 @@ class Spy:
 @pytest.fixture
 def spy(monkeypatch):
     found = Spy()
-    monkeypatch.setattr(api, "_runner", lambda p, backend, name: found)
+    monkeypatch.setattr(api, "runner_for", lambda p, backend, name: found)
     return found
 
 

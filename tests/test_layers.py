@@ -16,7 +16,7 @@ LAYERS = [
     ["backends", "triton_kernels"],
     ["resolver"],
     ["pack", "step"],
-    ["api", "recurrent", "layer", "mixed_batch", "core", "warmup", "ops", "compat"],
+    ["api", "recurrent", "layer", "mixed_batch", "core", "warmup", "ops", "arrays"],
     [""],  # the package itself: the public names
     ["integrations"],  # stand-ins for other packages
     ["testing"],

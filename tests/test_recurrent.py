@@ -616,7 +616,8 @@ def table(*rows: tuple[int, ...]) -> Tensor:
 
 ILLEGAL: dict[str, tuple[Any, type[Exception], str]] = {
     "q rank": (changed(q=torch.randn(7, K)), InputError, r"^q: .*\[B, T, H, K\]"),
-    "q numpy": (changed(q=torch.randn(1, 7, 2, K).numpy()), InputTypeError, r"^q: .*ndarray"),
+    "q list": (changed(q=torch.randn(1, 7, 2, K).tolist()), InputTypeError, r"^q: .*list"),
+    "k numpy": (changed(k=torch.randn(1, 7, 2, K).numpy()), InputTypeError, r"^k: .*ndarray"),
     "no batch in v": (changed(v=torch.randn(7, 4, V)), InputError, r"^v: .*\[B, T, HV, V\]"),
     "batch in v alone": (
         changed(q=torch.randn(7, 2, K)), InputError, r"^k: .*\[T, H, K\].*\[1, 7, 2, 16\].*like q",
