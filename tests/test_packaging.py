@@ -64,6 +64,28 @@ def test_package_from_the_wheel_uses_the_kernels_in_the_wheel(wheel, tmp_path):
     assert root == str(tmp_path / "kda_jit" / "kernels_src")
 
 
+@pytest.mark.parametrize("value", ["on", "off"])
+def test_an_engine_finds_the_plugin_of_the_wheel(wheel, tmp_path, value):
+    """As vLLM looks for plugins: by entry point, and then it calls each."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = """
+from importlib.metadata import entry_points
+(point,) = [p for p in entry_points(group="vllm.general_plugins") if p.name == "kda_jit"]
+point.load()()
+from kda_jit.integrations import vllm
+print(vllm.__file__, vllm.is_registered())
+"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("KDA_JIT_")}
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path, env=env | {"PYTHONPATH": str(tmp_path), "KDA_JIT_VLLM": value},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    module = tmp_path / "kda_jit" / "integrations" / "vllm.py"
+    assert run.stdout == f"{module} {value == 'on'}\n"
+
+
 def test_pins_satisfy_every_requirement():
     """Each package that an extra but `notebooks` asks for has a pin, and the pin is allowed."""
     requirements = pytest.importorskip("packaging.requirements")
