@@ -1,8 +1,8 @@
 """The judge: Kimi Delta Attention written twice, in plain torch, to be read and believed.
 
-`recurrent_kda` is the definition, token by token. `chunk_kda` is the same operator in the chunked
-form that the kernels use, one function per stage of a kernel. Neither knows anything of the rest of
-the package, and neither is fast.
+`recurrent_kda` is the definition, token by token (`activated_kda` without norms and activations).
+`chunk_kda` is the same operator in the chunked form that the kernels use, one function per stage of
+a kernel. None knows anything of the rest of the package, and none is fast.
 
 Per sequence and value head, with a state S of K x V and for every token:
 
@@ -86,7 +86,43 @@ def recurrent_kda(
     """
     seqs = _Sequences(q, cu_seqlens, checkpoint_offsets)
     x = _activate(q, k, v, g, beta, A_log, dt_bias, lower_bound, dtype)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _recurrence(x, seqs, v.shape, scale, initial_state)
+
+
+@torch.no_grad()
+def activated_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> RecurrentResult:
+    """The same recurrence over inputs that come activated: nothing is normalised here.
+
+    q, k  of any length; g  log decay per token and channel; beta  of any size.
+    """
+    seqs = _Sequences(q, cu_seqlens, None)
+    group = v.shape[2] // q.shape[2]
+    heads = (q.repeat_interleave(group, 2), k.repeat_interleave(group, 2), v, g, beta)
+    x = _Activated(*(y.to(dtype).flatten(0, 1) for y in heads))
+    return _recurrence(x, seqs, v.shape, scale, initial_state)
+
+
+def _recurrence(
+    x: _Activated,
+    seqs: _Sequences,
+    shape: torch.Size,
+    scale: float | None,
+    initial_state: Tensor | None,
+) -> RecurrentResult:
+    """shape  of the output."""
+    device = x.v.device
+    scale = x.k.shape[-1] ** -0.5 if scale is None else scale
     out = torch.zeros_like(x.v)
     S = _states(x, initial_state, len(seqs.lengths))  # [N, HV, K, V]
     checkpoint = torch.full_like(S, torch.nan) if seqs.offsets is not None else None
@@ -94,8 +130,8 @@ def recurrent_kda(
     # Longest first: the sequences that have a token t are then the first few of a block.
     order = sorted(range(len(seqs.lengths)), key=lambda n: -seqs.lengths[n])
     for block in _blocks(order, S):
-        ids = torch.tensor(block, device=q.device)
-        begin = torch.tensor([seqs.starts[n] for n in block], device=q.device)
+        ids = torch.tensor(block, device=device)
+        begin = torch.tensor([seqs.starts[n] for n in block], device=device)
         lengths = [seqs.lengths[n] for n in block]
         state = S[ids]
         alive = len(block)
@@ -117,7 +153,7 @@ def recurrent_kda(
                         checkpoint[block[i]] = S_t[i]
         S[ids] = state
     return RecurrentResult(
-        out.reshape(v.shape),
+        out.reshape(shape),
         S.mT.contiguous(),
         None if checkpoint is None else checkpoint.mT.contiguous(),
     )

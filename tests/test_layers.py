@@ -17,6 +17,7 @@ LAYERS = [
     ["resolver"],
     ["pack", "step"],
     ["api", "recurrent", "layer", "mixed_batch", "core", "warmup", "ops", "arrays"],
+    ["chunk"],
     [""],  # the package itself: the public names
     ["integrations"],  # stand-ins for other packages
     ["testing"],
