@@ -34,7 +34,8 @@ EXTRA ?= $(shell nvidia-smi 2>/dev/null | grep -qE 'CUDA( UMD)? Version: *(1[3-9
            && echo cuda13 || echo cuda12)
 
 TRITON_TESTS = $(wildcard tests/test_backend_triton.py tests/test_prefill_properties.py \
-                 tests/test_recurrent.py tests/test_recurrent_triton.py tests/test_pack_triton.py)
+                 tests/test_recurrent.py tests/test_recurrent_triton.py tests/test_pack_triton.py \
+                 tests/test_chunk.py)
 RUN_TESTS = OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .PHONY: demo test test-gpu lint no-lint format compile bench docs clean

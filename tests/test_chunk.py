@@ -34,8 +34,9 @@ LENGTHS = (0, 17, 1, 33) if INTERPRETED else (0, 1, 15, 0, 16, 17, 33, 70, 0)
 NASTY = ("repeated", "unbounded_real", "huge") if INTERPRETED else tuple(sorted(REGIMES))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, params=[BACKEND])
 def environment(monkeypatch):
+    """Its parameter puts the backend into the names of the tests, by which they are picked."""
     monkeypatch.delenv("KDA_JIT_BACKEND", raising=False)
 
 
