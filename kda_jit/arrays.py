@@ -149,27 +149,32 @@ def _visit(q: Any) -> Iterator[tuple[_Take, Callable[[Tensor], Any]]]:
     if device is None:
         yield take, give
         return
-    theirs, ours = _stream_of(q, device), torch.cuda.current_stream(device)
+    handle, ours = _stream_of(q, device), torch.cuda.current_stream(device)
     with torch.cuda.device(device):
-        if theirs is None:
+        if handle is None:
             yield take, give
             _hold(take.views, ours)
-        elif theirs == ours:
+        elif handle == ours.cuda_stream:
             yield take, give
         else:
             # Torch tensors among the arguments belong to torch's stream.
+            theirs = _stream(handle, device)
             theirs.wait_stream(ours)
             with torch.cuda.stream(theirs):
                 yield take, give
             ours.wait_stream(theirs)
 
 
-def _stream_of(x: Any, device: torch.device) -> torch.cuda.Stream | None:
-    """The stream that x's library works on; None where it cannot be asked."""
+def _stream_of(x: Any, device: torch.device) -> int | None:
+    """The handle of the stream that x's library works on; None where it cannot be asked."""
     if _library_of(x) != "cupy":
         return None
     handle: int = sys.modules["cupy"].cuda.get_current_stream(device.index).ptr
-    if handle in (0, 1):  # two names of the legacy stream, which is torch's default
+    return 0 if handle == 1 else handle  # two names of the legacy stream, which is torch's default
+
+
+def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
+    if handle == 0:
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(handle, device=device)
 

@@ -1,14 +1,19 @@
 """Arrays of other libraries on the CPU: one memory in and out, the same kind, the same bits."""
 
+import itertools
+import re
 import sys
 import types
+from collections import deque
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import kda_jit
-from kda_jit import arrays
+from kda_jit import arrays, ops
 from kda_jit.errors import DeviceError, InputError, InputTypeError
 from kda_jit.reference import recurrent_kda
 
@@ -321,6 +326,98 @@ def test_jax_round_trip():
             kda_jit.prefill(**given, out=out)
 
 
+# -- streams, without a GPU ------------------------------------------------------------------------
+
+
+class Stream:
+    """A stream that notes whom it waits for."""
+
+    def __init__(self, handle, log):
+        self.cuda_stream, self.log = handle, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.cuda_stream} waits for {other.cuda_stream}")
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Torch's current stream is 7; CuPy's is `handle`. What happens goes to `log`."""
+    log = []
+    found = types.SimpleNamespace(log=log, handle=5, done=False, capturing=False)
+
+    @contextmanager
+    def use(stream):
+        log.append(f"on {stream.cuda_stream}")
+        yield
+        log.append(f"off {stream.cuda_stream}")
+
+    class Event:
+        def record(self, stream):
+            log.append(f"event on {stream.cuda_stream}")
+
+        def query(self):
+            return found.done
+
+    for name, stand_in in {
+        "current_stream": lambda device: Stream(7, log),
+        "default_stream": lambda device: Stream(0, log),
+        "ExternalStream": lambda handle, device: Stream(handle, log),
+        "is_current_stream_capturing": lambda: found.capturing,
+        "device_count": lambda: 1,
+        "device": nullcontext,
+        "stream": use,
+        "Event": Event,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    cuda = types.SimpleNamespace(
+        get_current_stream=lambda index: types.SimpleNamespace(ptr=found.handle)
+    )
+    package = types.SimpleNamespace(cuda=cuda, from_dlpack=lambda x: ("cupy", x))
+    monkeypatch.setitem(sys.modules, "cupy", package)
+    monkeypatch.setattr(arrays, "_held", deque())
+    return found
+
+
+@pytest.mark.parametrize(
+    "handle, log",
+    [
+        (5, ["5 waits for 7", "on 5", "call", "off 5", "7 waits for 5"]),
+        (7, ["call"]),
+        (0, ["0 waits for 7", "on 0", "call", "off 0", "7 waits for 0"]),
+        (1, ["0 waits for 7", "on 0", "call", "off 0", "7 waits for 0"]),
+    ],
+)
+def test_a_call_with_cupy_runs_on_its_stream(streams, handle, log):
+    streams.handle = handle
+    kind = type("ndarray", (Foreign,), {"__module__": "cupy"})
+    with arrays._visit(kind(zeros(3), device=(2, 0))) as (_, give):
+        streams.log.append("call")
+        assert give(torch.zeros(1))[0] == "cupy"
+    assert streams.log == log
+    assert not arrays._held
+
+
+def test_memory_of_a_library_without_a_stream_is_held_until_it_was_read(streams):
+    for turn in range(3):
+        streams.done = turn == 2
+        with arrays._visit(Foreign(zeros(3), device=(2, 0))) as (take, _):
+            take.views.append(torch.zeros(turn))
+    assert streams.log == ["event on 7"] * 3
+    assert [views[0].numel() for _, views in arrays._held] == [2]
+    streams.done, streams.capturing = False, True
+    with arrays._visit(Foreign(zeros(3), device=(2, 0))):
+        pass
+    assert len(arrays._held) == 1
+
+
+def test_a_producer_on_a_gpu_is_told_the_stream(streams, monkeypatch):
+    for current, told in ((7, 7), (0, 1)):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda d, c=current: Stream(c, []))
+        x = Foreign(zeros(3), device=(2, 0))
+        arrays._to_tensor("q", x, False)
+        assert x.asked == [(told, (1, 0), None)]
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -415,10 +512,24 @@ def test_lists_and_numbers_are_refused_as_ever():
 
 
 def test_tensors_never_come_here(monkeypatch):
-    for name in ("prefill", "recurrent"):
-        monkeypatch.setattr(arrays, name, lambda *a, **k: pytest.fail("a detour"))
+    for module, name in itertools.product((arrays, ops), ("prefill", "recurrent")):
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("a detour"))
     x = tensors()
     kda_jit.prefill(**x)
     kda_jit.prefill(**(x | {"q": torch.nn.Parameter(x["q"], requires_grad=False)}))
     alias = x["q"].as_subclass(type("Tagged", (torch.Tensor,), {}))
     kda_jit.prefill(**(x | {"q": alias}))
+
+
+def test_code_of_the_page_runs(capsys):
+    page = Path(__file__).resolve().parent.parent / "docs" / "integrations" / "dlpack.md"
+    line, example = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    scope = {}
+    exec(compile(example + line, page.name, "exec"), scope)
+    assert type(scope["out"]) is np.ndarray
+    assert capsys.readouterr().out.split() == ["torch"]
+    # The error that the page quotes is the one that is raised.
+    given = numpys()
+    with pytest.raises(InputError) as caught:
+        kda_jit.prefill(**(given | {"g": given["g"][..., ::-1]}))
+    assert str(caught.value) in page.read_text()

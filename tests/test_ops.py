@@ -2,7 +2,9 @@
 
 import inspect
 import io
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +55,13 @@ def columns(x):
     return x | wide
 
 
+def swapped(x):
+    """The same numbers with the batch inside the tokens."""
+    inside = {name: x[name].transpose(0, 1).contiguous().transpose(0, 1) for name in TOKENS}
+    assert inside["v"].stride(0) < inside["v"].stride(1)
+    return x | inside
+
+
 def states(n, seed=1, dtype=torch.float32):
     torch.manual_seed(seed)
     return torch.randn(n, HV, D, D).to(dtype)
@@ -77,6 +86,7 @@ PREFILL = {
     "states": lambda: inputs(3, 0, 16, initial_state=states(3)),
     "fresh": lambda: inputs(3, 9, initial_state=states(2), has_initial_state=flags(True, False)),
     "bf16": lambda: inputs(5, 17, dtype=torch.bfloat16),
+    "tokens outside": lambda: swapped(inputs(B=2, T=19)),
     "columns": lambda: columns(inputs(5, 17)),
     "unbounded": lambda: inputs(5, 17, lower_bound=None, scale=0.5, backend="torch"),
     "no tokens": lambda: inputs(0, 0, initial_state=states(2)),
@@ -147,7 +157,9 @@ def test_schemas_say_what_is_written_and_have_the_defaults_of_the_functions():
     for name, function in (("prefill", kda_jit.prefill), ("recurrent", kda_jit.recurrent)):
         public = inspect.signature(function).parameters
         for overload in ("default", "inplace"):
-            schema = getattr(getattr(torch.ops.kda_jit, name), overload)._schema
+            op = getattr(getattr(torch.ops.kda_jit, name), overload)
+            assert torch.Tag.needs_exact_strides in op.tags
+            schema = op._schema
             arguments = {a.name: a for a in schema.arguments}
             written = {n for n, a in arguments.items() if a.is_write}
             assert (
@@ -334,9 +346,13 @@ def test_inductor_writes_the_callers_buffers_without_a_copy(monkeypatch):
     pool, wide = states(4), torch.zeros(1, 30, HV, D)
     compiled = torch.compile(view_of_a_pool, fullgraph=True, backend="inductor")
     compiled(pool, wide, **inputs(5, 17))
-    (call,) = seen
+    call = seen[0]
     assert call["initial_state"].data_ptr() == pool.data_ptr()
     assert call["out"].data_ptr() == wide.data_ptr()
+    pool = states(2)
+    torch.compile(one_state, fullgraph=True, backend="inductor")(pool, wide, **inputs(5, 17))
+    for name in ("initial_state", "final_state"):
+        assert seen[1][name].data_ptr() == pool.data_ptr()
 
 
 def test_returned_buffers_are_the_callers():
@@ -515,3 +531,19 @@ def test_an_exported_program_survives_a_file_and_runs_other_lengths(strict):
     held = [x for node in program.graph.nodes for x in (node.target, *node.args)]
     assert torch.ops.kda_jit.prefill.default in held
     assert torch.ops.kda_jit.prefill.inplace in held
+
+
+def test_code_of_the_page_runs(capsys):
+    page = Path(__file__).resolve().parent.parent / "docs" / "integrations" / "torch.md"
+    line, example = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    scope = {}
+    exec(compile(example, page.name, "exec"), scope)
+    named, backend = capsys.readouterr().out.splitlines()
+    assert named == "['kda_jit.prefill.default']"
+    assert backend in ("cuda", "triton", "torch")
+    scope["model"] = scope["layer"].requires_grad_(False)
+    exec(line, scope)
+    got = scope["compiled"](*scope["arguments"])
+    assert got.equal(scope["layer"](*scope["arguments"]))
+    overloads = re.findall(r"^\| `kda_jit::([\w.]+)` \|", page.read_text(), re.M)
+    assert overloads == [schema.partition("(")[0] for schema in ops.SCHEMAS]
