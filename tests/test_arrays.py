@@ -361,7 +361,7 @@ def streams(monkeypatch):
     for name, stand_in in {
         "current_stream": lambda device: Stream(7, log),
         "default_stream": lambda device: Stream(0, log),
-        "ExternalStream": lambda handle, device: Stream(handle, log),
+        "ExternalStream": lambda handle, device: Stream(handle or "no handle", log),
         "is_current_stream_capturing": lambda: found.capturing,
         "device_count": lambda: 1,
         "device": nullcontext,
@@ -402,6 +402,7 @@ def test_memory_of_a_library_without_a_stream_is_held_until_it_was_read(streams)
         streams.done = turn == 2
         with arrays._visit(Foreign(zeros(3), device=(2, 0))) as (take, _):
             take.views.append(torch.zeros(turn))
+        assert len(arrays._held) == (1, 2, 1)[turn]
     assert streams.log == ["event on 7"] * 3
     assert [views[0].numel() for _, views in arrays._held] == [2]
     streams.done, streams.capturing = False, True

@@ -185,11 +185,12 @@ class Seen(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.names, self.keywords = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "kda_jit":
             self.names.append(str(func))
+            self.keywords.append(kwargs)
         return func(*args, **(kwargs or {}))
 
 
@@ -353,6 +354,24 @@ def test_inductor_writes_the_callers_buffers_without_a_copy(monkeypatch):
     torch.compile(one_state, fullgraph=True, backend="inductor")(pool, wide, **inputs(5, 17))
     for name in ("initial_state", "final_state"):
         assert seen[1][name].data_ptr() == pool.data_ptr()
+
+
+def test_what_is_read_and_written_is_one_argument_that_is_declared():
+    rest = dict.fromkeys(
+        ("lower_bound", "scale", "out", "state_indices", "has_initial_state", "checkpoint_state",
+         "checkpoint_offsets", "workspace")
+    ) | {"backend": "auto"}  # fmt: skip
+    state, pool = states(2), states(4)
+    with Seen() as seen:
+        ops.prefill(**inputs(5, 17), **(rest | {"initial_state": state, "final_state": state}))
+        pooled = {"initial_state": pool, "final_state": pool, "state_indices": index(3, 1)}
+        ops.prefill(**inputs(5, 17), **(rest | pooled))
+    assert seen.names == ["kda_jit.prefill.inplace"] * 2
+    for keywords, written in zip(seen.keywords, (state, pool), strict=True):
+        assert keywords["state"] is written
+        assert not {"initial_state", "final_state"} & {
+            n for n, x in keywords.items() if x is not None
+        }
 
 
 def test_returned_buffers_are_the_callers():
