@@ -8,15 +8,17 @@ An operator must say what it writes, and must not return what it was given. The 
 `kda_jit.prefill` would break both rules, hence overloads, told apart by their keywords:
 
     prefill           makes its results and writes nothing that it was given
-    prefill.inplace   returns nothing and writes out, final_state, state, checkpoint_state
+    prefill.inplace   returns nothing and writes output, final_state, state, checkpoint_state
     recurrent         makes its output and writes state_pool
-    recurrent.inplace writes out too
+    recurrent.inplace returns nothing and writes output, too
 
 A pure call stays pure in the graph: the compiler may move, share or drop it, and needs no copies to
 undo the mutation of buffers that nobody asked for. With the caller's own buffers in the schema,
 functionalisation knows which memory changes, and Inductor writes them without a copy. Since a
 schema cannot say "written only if", what is read and written has an argument of its own: ``state``
-for `prefill.inplace`, ``state_pool`` against ``read_only_pool`` for `recurrent`.
+for `prefill.inplace`, ``state_pool`` against ``read_only_pool`` for `recurrent`. And ``out`` is
+called ``output``, because Dynamo takes any argument called out for one of ATen's, which may be
+resized and must be contiguous.
 
 The operators run the same code as an eager call, checks included, so a wrong argument raises the
 same error when the compiled code runs. While tracing, nothing is compared: it would put guards into
@@ -57,13 +59,13 @@ SCHEMAS = (
     ),
     (
         f"prefill.inplace({_TOKENS}, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
-        "Tensor(a!) out, Tensor(b!)? final_state=None, Tensor(c!)? state=None, "
+        "Tensor(a!) output, Tensor(b!)? final_state=None, Tensor(c!)? state=None, "
         "Tensor? state_indices=None, Tensor? has_initial_state=None, "
         "Tensor(d!)? checkpoint_state=None, Tensor? checkpoint_offsets=None, "
         'str backend="auto") -> ()'
     ),
     f'recurrent({_TOKENS}, {_POOL}, str backend="auto") -> Tensor',
-    f'recurrent.inplace({_TOKENS}, {_POOL}, Tensor(b!) out, str backend="auto") -> ()',
+    f'recurrent.inplace({_TOKENS}, {_POOL}, Tensor(b!) output, str backend="auto") -> ()',
 )
 
 
@@ -143,7 +145,7 @@ def prefill(
         scale=scale,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
-        out=out,
+        output=out,
         final_state=final_state,
         state=state,
         state_indices=state_indices,
@@ -217,7 +219,7 @@ def recurrent(
         num_accepted_tokens=num_accepted_tokens,
         cu_seqlens=cu_seqlens,
         null_index=null_index,
-        out=out,
+        output=out,
         backend=backend,
     )
     return out
@@ -253,7 +255,7 @@ def _prefill(
 
 def _prefill_inplace(
     *tokens: Tensor,
-    out: Tensor,
+    output: Tensor,
     initial_state: Tensor | None = None,
     final_state: Tensor | None = None,
     state: Tensor | None = None,
@@ -272,7 +274,7 @@ def _prefill_inplace(
         initial_state, final_state = state, None if state_indices is not None else state
     _prefill(
         *tokens,
-        out=out,
+        out=output,
         initial_state=initial_state,
         final_state=final_state,
         state_indices=state_indices,
@@ -310,8 +312,8 @@ def _recurrent(
     return p.out.view(v.shape)
 
 
-def _recurrent_inplace(*tokens: Tensor, out: Tensor, **rest: Any) -> None:
-    _recurrent(*tokens, out=out, **rest)
+def _recurrent_inplace(*tokens: Tensor, output: Tensor, **rest: Any) -> None:
+    _recurrent(*tokens, out=output, **rest)
 
 
 def _refuse_choice(one: str, other: str) -> NoReturn:

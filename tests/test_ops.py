@@ -93,16 +93,16 @@ PREFILL = {
 }
 INPLACE = {
     "final_state": lambda: inputs(
-        5, 17, out=nothing(1, 22, HV, D), final_state=nothing(2, HV, D, D)
+        5, 17, output=nothing(1, 22, HV, D), final_state=nothing(2, HV, D, D)
     ),
     "initial and final": lambda: inputs(
-        5, 17, out=nothing(1, 22, HV, D), initial_state=states(2), final_state=states(2)
+        5, 17, output=nothing(1, 22, HV, D), initial_state=states(2), final_state=states(2)
     ),
-    "state": lambda: inputs(5, 17, out=nothing(1, 22, HV, D), state=states(2)),
+    "state": lambda: inputs(5, 17, output=nothing(1, 22, HV, D), state=states(2)),
     "pool": lambda: inputs(
         5,
         17,
-        out=nothing(1, 22, 2 * HV, D)[:, :, :HV],
+        output=nothing(1, 22, 2 * HV, D)[:, :, :HV],
         state=states(4),
         state_indices=index(3, 0),
         has_initial_state=flags(False, True),
@@ -149,7 +149,7 @@ def test_opcheck_recurrent(case):
     arguments = RECURRENT[case]()
     checked(torch.ops.kda_jit.recurrent.default, arguments)
     checked(
-        torch.ops.kda_jit.recurrent.inplace, arguments | {"out": nothing(*arguments["v"].shape)}
+        torch.ops.kda_jit.recurrent.inplace, arguments | {"output": nothing(*arguments["v"].shape)}
     )
 
 
@@ -161,17 +161,18 @@ def test_schemas_say_what_is_written_and_have_the_defaults_of_the_functions():
             assert torch.Tag.needs_exact_strides in op.tags
             schema = op._schema
             arguments = {a.name: a for a in schema.arguments}
+            assert "out" not in arguments, "Dynamo takes it for one of ATen's"
             written = {n for n, a in arguments.items() if a.is_write}
             assert (
                 written
                 == {
                     ("prefill", "default"): set(),
-                    ("prefill", "inplace"): {"out", "final_state", "state", "checkpoint_state"},
+                    ("prefill", "inplace"): {"output", "final_state", "state", "checkpoint_state"},
                     ("recurrent", "default"): {"state_pool"},
-                    ("recurrent", "inplace"): {"state_pool", "out"},
+                    ("recurrent", "inplace"): {"state_pool", "output"},
                 }[name, overload]
             )
-            for shared in public.keys() & arguments.keys() - {"out", "state_pool"}:
+            for shared in public.keys() & arguments.keys() - {"state_pool"}:
                 default = public[shared].default
                 if default is not inspect.Parameter.empty:
                     assert arguments[shared].default_value == default, shared
@@ -221,7 +222,7 @@ def test_the_operators_called_by_hand_are_the_functions():
     again = nothing(1, 22, HV, D)
     slots = index(3, 0)
     nothing_returned = torch.ops.kda_jit.prefill(
-        **arguments, out=again, state=by_hand, state_indices=slots
+        **arguments, output=again, state=by_hand, state_indices=slots
     )
     assert nothing_returned is None
     out, _ = kda_jit.prefill(**arguments, initial_state=pool, state_indices=slots)
@@ -236,10 +237,14 @@ def test_the_operators_called_by_hand_are_the_functions():
 @pytest.mark.parametrize(
     "op, changes, words",
     [
-        ("prefill", {"out": nothing(1, 22, HV, D)}, "final_state, state: expected one of the two"),
         (
             "prefill",
-            {"out": nothing(1, 22, HV, D), "state": states(2), "initial_state": states(2)},
+            {"output": nothing(1, 22, HV, D)},
+            "final_state, state: expected one of the two",
+        ),
+        (
+            "prefill",
+            {"output": nothing(1, 22, HV, D), "state": states(2), "initial_state": states(2)},
             "state: expected neither",
         ),
         ("recurrent", {"state_indices": index(0, 1)}, "state_pool, read_only_pool: expected one"),
@@ -279,11 +284,11 @@ def test_compiled_prefill_has_the_eager_bits_and_one_graph_for_all_lengths(backe
 
 
 def view_of_a_pool(pool, wide, **arguments):
-    """Writes a slice of one input and slots of another, and reads both afterwards."""
+    """Writes columns of one input and slots of another, and reads both afterwards."""
     before = pool.amax()
     out, returned = kda_jit.prefill(
         **arguments,
-        out=wide[:, :22],
+        out=wide[:, 3:25, :HV],
         initial_state=pool,
         state_indices=arguments["cu_seqlens"][1:] // 16,
         checkpoint_state=pool.new_zeros(2, HV, D, D),
@@ -295,7 +300,7 @@ def view_of_a_pool(pool, wide, **arguments):
 def from_slots_to_slots(pool, wide, **arguments):
     """The state of the first call, in two slots, is the initial one of the second."""
     out, returned = kda_jit.prefill(**arguments, initial_state=pool[:2], final_state=pool[2:4])
-    wide[:, :22] = out
+    wide[:, :22, 1 : HV + 1] = out
     again, _ = kda_jit.prefill(**arguments, initial_state=pool[2:4])
     return again, returned
 
@@ -327,7 +332,7 @@ def decode_and_verify(pool, wide, **arguments):
 def test_what_is_written_in_a_graph_is_what_is_written_eagerly(function, slots, backend):
     arguments = inputs(5, 17)
     pools = [states(slots) for _ in range(2)]
-    wides = [torch.full((1, 30, HV, D), 7.0) for _ in range(2)]
+    wides = [torch.full((1, 30, 2 * HV, D), 7.0) for _ in range(2)]
     want = function(pools[0], wides[0], **arguments)
     before = {name: x.clone() for name, x in arguments.items()}
     got = torch.compile(function, fullgraph=True, backend=backend)(pools[1], wides[1], **arguments)
@@ -344,12 +349,13 @@ def test_inductor_writes_the_callers_buffers_without_a_copy(monkeypatch):
     seen = []
     make = ops.make_problem
     monkeypatch.setattr(ops, "make_problem", lambda *a, **k: seen.append(k) or make(*a, **k))
-    pool, wide = states(4), torch.zeros(1, 30, HV, D)
+    pool, wide = states(4), torch.zeros(1, 30, 2 * HV, D)
     compiled = torch.compile(view_of_a_pool, fullgraph=True, backend="inductor")
     compiled(pool, wide, **inputs(5, 17))
     call = seen[0]
     assert call["initial_state"].data_ptr() == pool.data_ptr()
-    assert call["out"].data_ptr() == wide.data_ptr()
+    assert call["out"].data_ptr() == wide[:, 3:].data_ptr()
+    assert call["out"].stride() == wide.stride()
     pool = states(2)
     torch.compile(one_state, fullgraph=True, backend="inductor")(pool, wide, **inputs(5, 17))
     for name in ("initial_state", "final_state"):

@@ -81,7 +81,7 @@ def test_opcheck(way: Any) -> None:
     assert set(found.values()) == {"SUCCESS"}
     pool = rest.pop("initial_state").clone()
     buffers = {
-        "out": torch.zeros_like(x.v),
+        "output": torch.zeros_like(x.v),
         "state": pool,
         "state_indices": torch.tensor([1, 0], device="cuda"),
         "has_initial_state": torch.tensor([True, False], device="cuda"),
@@ -100,7 +100,7 @@ def test_opcheck_recurrent() -> None:
     arguments["backend"] = "triton"
     found = opcheck(torch.ops.kda_jit.recurrent.default, tokens, arguments)
     arguments["read_only_pool"] = arguments.pop("state_pool")
-    arguments["out"] = torch.zeros_like(tokens[2])
+    arguments["output"] = torch.zeros_like(tokens[2])
     found |= opcheck(torch.ops.kda_jit.recurrent.inplace, tokens, arguments)
     assert set(found.values()) == {"SUCCESS"}
 
@@ -265,7 +265,7 @@ def test_scratch_of_an_operator_goes_back_to_torch(way: Any) -> None:
     x, _ = way.exact(Case(seed=332, lengths=(300, 212), heads=2))
     arguments = x.kwargs | {"backend": way.backend}
     del arguments["initial_state"]
-    buffers = {"out": torch.empty_like(x.v), "state": x.initial_state.clone()}
+    buffers = {"output": torch.empty_like(x.v), "state": x.initial_state.clone()}
     torch.ops.kda_jit.prefill(*x.args, **arguments, **buffers)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
