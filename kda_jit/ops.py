@@ -384,10 +384,16 @@ def _check_no_grad(
 
 #: Strides may be refused, and decide which schedules can run: a compiler must leave them alone.
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
-_library = torch.library.Library("kda_jit", "DEF")
 
 
 def _register() -> None:
+    """Once per process; again, with what is new, where a notebook reloads or imports us anew."""
+    namespace: Any = torch.ops.kda_jit
+    former = getattr(namespace, "library", None)
+    if former is not None:
+        former._destroy()
+    # The operators live as long as this object.
+    library = namespace.library = torch.library.Library("kda_jit", "DEF")
     runs = (_prefill, _prefill_inplace, _recurrent, _recurrent_inplace)
     fakes: tuple[Callable[..., object], ...] = (
         _fake_prefill,
@@ -397,9 +403,9 @@ def _register() -> None:
     )
     for schema, run, fake in zip(SCHEMAS, runs, fakes, strict=True):
         name = schema.partition("(")[0]
-        _library.define(schema, tags=_TAGS)
-        _library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"kda_jit::{name}", fake, lib=_library)
+        library.define(schema, tags=_TAGS)
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"kda_jit::{name}", fake, lib=library)
 
 
 _register()

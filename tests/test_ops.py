@@ -3,6 +3,8 @@
 import inspect
 import io
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -176,6 +178,32 @@ def test_schemas_say_what_is_written_and_have_the_defaults_of_the_functions():
                 default = public[shared].default
                 if default is not inspect.Parameter.empty:
                     assert arguments[shared].default_value == default, shared
+
+
+def test_a_notebook_may_reload_or_import_the_package_anew():
+    code = """
+import importlib, sys, torch, kda_jit
+x = torch.ones(1, 3, 1, 16)
+call = lambda: torch.ops.kda_jit.prefill(
+    x, x, x, x, x[..., 0], A_log=x[0, 0, :, 0], dt_bias=x[0, 0]
+)[0]
+first = call()
+importlib.reload(kda_jit.ops)
+assert call().equal(first)
+for name in [name for name in sys.modules if name.partition(".")[0] == "kda_jit"]:
+    del sys.modules[name]
+import kda_jit as anew
+assert anew is not kda_jit
+assert call().equal(first)
+assert anew.last_launch().backend == "torch"
+assert torch.compile(anew.prefill, fullgraph=True, backend="aot_eager")(
+    x, x, x, x, x[..., 0], A_log=x[0, 0, :, 0], dt_bias=x[0, 0]
+)[0].equal(first)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 # -- eager calls ---------------------------------------------------------------------------------
