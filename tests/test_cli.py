@@ -102,6 +102,9 @@ def test_explain_of_a_backend_that_cannot(call):
     "words, message",
     [
         (["explain", "--capability", "9"], "InputError: capability: expected major.minor"),
+        (["explain", "--lower-bound", "-6"], "InputError: lower_bound: expected None or a number"),
+        (["explain", "--lower-bound", "0"], "InputError: lower_bound: expected None or a number"),
+        (["explain", "--head-dim", "0"], "InputError: head_dim, value_head_dim: expected at least"),
         (["compile", "--arch", "sm_90"], "InputError: target: expected one of"),
         (["run", "nowhere.safetensors"], "InputError: inputs: expected a safetensors file"),
         (["explain", "--backend", "tritn"], None),

@@ -291,6 +291,8 @@ def test_command_takes_anybodys_function(call: Any, tmp_path: Path) -> None:
         (("--backend", "torch", "--case", "Case("), "case: expected one as it is printed"),
         (("--backend", "torch", "--examples", "0"), "examples: expected at least 1"),
         (("--device", "gpu"), "device: "),
+        (("--backend", "torch", "--head-dim", "64"), "dtype, head_dim, bitwise: expected a funct"),
+        (("--report", "a.txt"), "report: expected a name that ends in .json or .md, got a.txt"),
     ],
 )
 def test_command_that_can_try_nothing_exits_with_2(call: Any, words: Any, message: str) -> None:

@@ -175,7 +175,7 @@ def table_errors(case: Case, subjects: Sequence[Subject], device: torch.device) 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     found = argparse.ArgumentParser(
-        prog="kda-jit bench",
+        prog="python -m kda_jit.bench",
         description="Checks every case against float64, then times it with a cold L2 beside the "
         "peers that are here. A wrong result gets no time, and an exit status of 1.",
     )

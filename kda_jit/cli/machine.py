@@ -86,9 +86,15 @@ def explain(
     import torch
 
     from ..backends.base import Query, device_capability
+    from ..contract.checks import check_lower_bound
     from ..resolver import explain as answers
     from ..resolver import resolve
 
+    if head_dim < 1 or value_head_dim < 0:
+        raise InputError(
+            "head_dim, value_head_dim: expected at least 1 (V = 0: the same as K), got "
+            f"{head_dim}, {value_head_dim}."
+        )
     available = torch.cuda.is_available()
     try:
         place = torch.device(device or ("cuda" if available or capability else "cpu"))
@@ -105,7 +111,7 @@ def explain(
             Dtype.fp32: torch.float32,
             Dtype.fp64: torch.float64,
         }[dtype],
-        lower_bound=None if unbounded else lower_bound,
+        lower_bound=None if unbounded else check_lower_bound(lower_bound),
         device=place,
         capability=_capability(capability) if capability else device_capability(place),
     )

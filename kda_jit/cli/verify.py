@@ -86,6 +86,10 @@ def verify(
         _list(console)
         return
     try:
+        for path in report or ():
+            if path.suffix not in (".json", ".md"):
+                raise InputError(f"report: expected a name that ends in .json or .md, got {path}.")
+            path.parent.mkdir(parents=True, exist_ok=True)
         one = _case(case)
         subject = _subject(backend, device, flashkda, dtype, head_dim, bitwise)
         columns = (
@@ -161,6 +165,11 @@ def _subject(
         torch.cuda.set_device(place)
     else:
         torch.set_num_threads(1)  # the tensors are small: threads would wait for each other
+    if (dtype or head_dim or bitwise) and (":" not in backend or backend.startswith("peer:")):
+        raise InputError(
+            "dtype, head_dim, bitwise: expected a function (module:function), whose they are, got "
+            f"{backend!r}, whose own are known."
+        )
     known = {Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32}
     return find_subject(
         backend,
