@@ -124,7 +124,7 @@ def chunk_kda(
     Raises what `kda_jit.prefill` raises. An unknown keyword is a TypeError. Under torch.compile the
     call breaks the graph, as fla's does; `kda_jit.prefill` does not.
     """
-    run = _outside_of_graphs() if is_compiling() else _run
+    run = _outside_of_graphs() if is_compiling() else run_now
     return run(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
@@ -134,12 +134,13 @@ def chunk_kda(
     )  # fmt: skip
 
 
-def _run(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def run_now(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """`chunk_kda`, with its arguments."""
     return prepare_chunk(*args, **kwargs).run()
 
 
 def _outside_of_graphs() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """`_run`, not to be traced. Marking it imports the compiler, which is there while it traces."""
+    """`run_now`, not to be traced. Marking it imports the compiler, there while it traces."""
     from kda_jit.chunk.uncompiled import run
 
     return run

@@ -93,6 +93,88 @@ def _owner(cu_seqlens, slot, N, search_steps):
     return low
 
 
+@triton.jit
+def _write_stage(
+    q,
+    k,
+    g_log2,
+    beta,
+    mask,
+    stages,
+    totals,
+    lower_bound,
+    beta_scale,
+    BK: tl.constexpr,
+    NARROW: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):
+    """Stage and totals of this program's chunk: q, k, g_log2 [16, BK], beta [16], all in fp32.
+
+    mask       [16, BK], false past the last token and channel, where q and k are 0
+    NARROW     16 tokens of a gate of at least lower_bound span less than fp32's range
+    NORMALIZE  q and k to unit length; else as they are
+    SIGMOID    beta_scale * sigmoid(beta); else beta as it is
+    """
+    rows = tl.arange(0, CHUNK)
+    cols = tl.arange(0, BK)
+    # gate_cumsum: rows past the end and padded channels decay by nothing and hold nothing.
+    g_cumsum = tl.cumsum(tl.where(mask, g_log2, 0.0), axis=0)
+    g_last = tl.sum(tl.where(rows[:, None] == CHUNK - 1, g_cumsum, 0.0), axis=0)
+    if NORMALIZE:
+        q = _unit_rows(q)
+        k = _unit_rows(k)
+    if SIGMOID:
+        beta = beta_scale * _sigmoid(beta)  # past the end q, k and v are 0, so any beta will do
+
+    # intra: A_kk[i, j] = k_i . (k_j exp(G_i - G_j)), A_qk alike with q_i; both [16, 16].
+    if NARROW:
+        # exp(G_i - G_j) = exp(G_i - m) exp(m - G_j) with m halfway down the lowest possible G: at
+        # bound -5 both exponents lie within 58 of 0, in base 2, and their sum within 116.
+        middle = 8.0 * lower_bound * LOG2E
+        toward = tl.exp2(g_cumsum - middle)
+        k_from = tl.trans(k * tl.exp2(middle - g_cumsum))
+        A_kk = tl.dot(k * toward, k_from, input_precision="tf32x3")
+        A_qk = tl.dot(q * toward, k_from, input_precision="tf32x3")
+    else:
+        A_kk = tl.zeros([CHUNK, CHUNK], tl.float32)
+        A_qk = tl.zeros([CHUNK, CHUNK], tl.float32)
+        for j in range(CHUNK):
+            is_j = rows[:, None] == j
+            k_j = tl.sum(tl.where(is_j, k, 0.0), axis=0)[None, :]
+            g_j = tl.sum(tl.where(is_j, g_cumsum, 0.0), axis=0)[None, :]
+            k_j = k_j * tl.exp2(tl.where(rows[:, None] >= j, g_cumsum - g_j, 0.0))
+            here = rows[None, :] == j
+            A_kk = tl.where(here, tl.sum(k * k_j, axis=1)[:, None], A_kk)
+            A_qk = tl.where(here, tl.sum(q * k_j, axis=1)[:, None], A_qk)
+    A_kk = tl.where(rows[:, None] > rows[None, :], A_kk * beta[:, None], 0.0)
+    A_qk = tl.where(rows[:, None] >= rows[None, :], A_qk, 0.0)
+
+    # solve: T = (I + A_kk)^-1 diag(beta) by fp32 substitution. A Neumann series has terms in the
+    # thousands for repeated keys.
+    T_mat = tl.where(rows[:, None] == rows[None, :], beta[:, None], 0.0)
+    for j in range(CHUNK - 1):
+        column = tl.sum(tl.where(rows[None, :] == j, A_kk, 0.0), axis=1)
+        row = tl.sum(tl.where(rows[:, None] == j, T_mat, 0.0), axis=0)
+        T_mat -= column[:, None] * row[None, :]
+
+    # wy: T folded into its neighbours.
+    k_restored = k * tl.exp2(g_last[None, :] - g_cumsum)
+    Ak = tl.dot(tl.trans(T_mat), k_restored, input_precision="tf32x3")
+    Aq = tl.dot(A_qk, T_mat, input_precision="tf32x3")
+
+    decay = tl.exp2(g_cumsum)
+    record = tl.program_id(0).to(tl.int64)  # slot * HV + head
+    stages += record * (STAGE_ROWS * BK + STAGE_TAIL)
+    dtype = stages.dtype.element_ty
+    block = rows[:, None] * BK + cols[None, :]
+    tl.store(stages + block, (k * decay).to(dtype))
+    tl.store(stages + CHUNK * BK + block, (q * decay).to(dtype))
+    tl.store(stages + 2 * CHUNK * BK + block, Ak.to(dtype))
+    tl.store(stages + STAGE_ROWS * BK + rows[:, None] * CHUNK + rows[None, :], Aq.to(dtype))
+    tl.store(totals + record * BK + cols, tl.exp2(g_last))
+
+
 @triton.jit(
     do_not_specialize=[
         "T", "N", "HV", "group", "search_steps", "beta_batch_stride", "beta_token_stride",
@@ -164,60 +246,11 @@ def kda_prepare(
     rate = tl.exp2(tl.load(A_log + head) * LOG2E)
     rate = tl.where(rate > LARGEST, LARGEST, rate)  # inf times a logit of 0 would be NaN
 
-    # gate_cumsum: rows past the end and padded channels decay by nothing and hold nothing.
     g_log2 = _log2_decay(g_raw, rate, bias[None, :], lower_bound, BOUNDED)
-    g_cumsum = tl.cumsum(tl.where(mask, g_log2, 0.0), axis=0)
-    g_last = tl.sum(tl.where(rows[:, None] == CHUNK - 1, g_cumsum, 0.0), axis=0)
-    q_unit = _unit_rows(q_raw)
-    k_unit = _unit_rows(k_raw)
-    beta_act = _sigmoid(beta_raw)  # past the end q, k and v are 0, so any beta will do
-
-    # intra: A_kk[i, j] = k_i . (k_j exp(G_i - G_j)), A_qk alike with q_i; both [16, 16].
-    if BOUNDED:
-        # exp(G_i - G_j) = exp(G_i - m) exp(m - G_j) with m halfway down the lowest possible G: at
-        # bound -5 both exponents lie within 58 of 0, in base 2, and their sum within 116.
-        middle = 8.0 * lower_bound * LOG2E
-        toward = tl.exp2(g_cumsum - middle)
-        k_from = tl.trans(k_unit * tl.exp2(middle - g_cumsum))
-        A_kk = tl.dot(k_unit * toward, k_from, input_precision="tf32x3")
-        A_qk = tl.dot(q_unit * toward, k_from, input_precision="tf32x3")
-    else:
-        A_kk = tl.zeros([CHUNK, CHUNK], tl.float32)
-        A_qk = tl.zeros([CHUNK, CHUNK], tl.float32)
-        for j in range(CHUNK):
-            is_j = rows[:, None] == j
-            k_j = tl.sum(tl.where(is_j, k_unit, 0.0), axis=0)[None, :]
-            g_j = tl.sum(tl.where(is_j, g_cumsum, 0.0), axis=0)[None, :]
-            k_j = k_j * tl.exp2(tl.where(rows[:, None] >= j, g_cumsum - g_j, 0.0))
-            here = rows[None, :] == j
-            A_kk = tl.where(here, tl.sum(k_unit * k_j, axis=1)[:, None], A_kk)
-            A_qk = tl.where(here, tl.sum(q_unit * k_j, axis=1)[:, None], A_qk)
-    A_kk = tl.where(rows[:, None] > rows[None, :], A_kk * beta_act[:, None], 0.0)
-    A_qk = tl.where(rows[:, None] >= rows[None, :], A_qk, 0.0)
-
-    # solve: T = (I + A_kk)^-1 diag(beta) by fp32 substitution. A Neumann series has terms in the
-    # thousands for repeated keys.
-    T_mat = tl.where(rows[:, None] == rows[None, :], beta_act[:, None], 0.0)
-    for j in range(CHUNK - 1):
-        column = tl.sum(tl.where(rows[None, :] == j, A_kk, 0.0), axis=1)
-        row = tl.sum(tl.where(rows[:, None] == j, T_mat, 0.0), axis=0)
-        T_mat -= column[:, None] * row[None, :]
-
-    # wy: T folded into its neighbours.
-    k_restored = k_unit * tl.exp2(g_last[None, :] - g_cumsum)
-    Ak = tl.dot(tl.trans(T_mat), k_restored, input_precision="tf32x3")
-    Aq = tl.dot(A_qk, T_mat, input_precision="tf32x3")
-
-    decay = tl.exp2(g_cumsum)
-    record = tl.program_id(0).to(tl.int64)  # slot * HV + head
-    stages += record * (STAGE_ROWS * BK + STAGE_TAIL)
-    dtype = stages.dtype.element_ty
-    block = rows[:, None] * BK + cols[None, :]
-    tl.store(stages + block, (k_unit * decay).to(dtype))
-    tl.store(stages + CHUNK * BK + block, (q_unit * decay).to(dtype))
-    tl.store(stages + 2 * CHUNK * BK + block, Ak.to(dtype))
-    tl.store(stages + STAGE_ROWS * BK + rows[:, None] * CHUNK + rows[None, :], Aq.to(dtype))
-    tl.store(totals + record * BK + cols, tl.exp2(g_last))
+    _write_stage(
+        q_raw, k_raw, g_log2, beta_raw, mask, stages, totals, lower_bound, 1.0,
+        BK, BOUNDED, True, True,
+    )  # fmt: skip
 
 
 @triton.jit
