@@ -31,6 +31,8 @@ from kda_jit.errors import DeviceError, InputError, InputTypeError
 from kda_jit.recurrent import recurrent as _recurrent
 
 _CPU, _CUDA = 1, 2  # DLDeviceType
+#: CuPy divides a negative stride in bytes as a number without sign: what comes out is beyond this.
+_FARTHEST = 2**56
 _READ_ONLY = 1  # a bit of the flags of a versioned capsule
 #: Neither exports bfloat16 (a type of ml_dtypes there) everywhere, so its bits travel as uint16.
 _BITS = ("numpy", "cupy")
@@ -268,7 +270,7 @@ def _to_tensor(name: str, x: Any, written: bool) -> Tensor:
             f"{name}: expected an array that can be exported through DLPack, got {_kind(x)}, which "
             f"says: {error}"
         ) from error
-    if any(stride < 0 for stride in facts.strides):
+    if not all(0 <= stride < _FARTHEST for stride in facts.strides):
         raise InputError(
             f"{name}: expected strides of 0 or more, got {facts.strides} for {_kind(x)}. Torch has "
             "no tensor like that; make a copy in order."

@@ -493,6 +493,22 @@ def test_errors_name_the_argument_and_what_was_found(name, change, error, words)
         kda_jit.prefill(**given)
 
 
+def test_a_negative_stride_gone_wrong_is_one_still():
+    """What CuPy 14 exports: torch's own importer would abort the process."""
+
+    class Unsigned(Foreign):
+        def __dlpack__(self, **more):
+            capsule = super().__dlpack__(**more)
+            pointer = arrays._capsule_pointer(capsule, arrays._capsule_name(capsule))
+            tensor = arrays._Versioned.from_address(pointer).tensor
+            tensor.strides[3] = (2**64 - 4) // 4
+            return capsule
+
+    given = numpys()
+    with pytest.raises(InputError, match=rf"^g: expected strides of 0 or more.*{2**62 - 1}"):
+        kda_jit.prefill(**(given | {"g": Unsigned(given["g"])}))
+
+
 def test_a_producer_that_fails_is_named():
     class Broken(Foreign):
         def __dlpack__(self, **more):
