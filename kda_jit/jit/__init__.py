@@ -10,7 +10,8 @@ Compiling needs neither a GPU nor torch; importing this needs neither CuPy nor a
     load                spec, device -> Module, once per device; never first in a graph capture
     Module, Kernel      .kernels[entry].launch(grid, block, smem, stream, args, pdl=False)
     reload              see edits to kernels_src from the next call on
-    use_sources         take the kernels from another folder inside a `with` block
+    use_sources         take the kernels from another folder inside a `with` block, in this thread
+    SourceTree          such a folder that remembers what was loaded from it
     Arch, arch_for      compute capability -> target; arch_named, TARGETS, PTX_TARGETS
     unavailable_reason  why nothing compiles here, or None; device_unavailable_reason likewise
 
@@ -37,6 +38,7 @@ from kda_jit.jit.compiler import (
 from kda_jit.jit.launch import Kernel
 from kda_jit.jit.module import (
     Module,
+    SourceTree,
     device_unavailable_reason,
     is_loaded,
     load,
@@ -54,6 +56,7 @@ __all__ = [
     "KernelSpec",
     "Module",
     "Resources",
+    "SourceTree",
     "arch_for",
     "arch_named",
     "compile_source",

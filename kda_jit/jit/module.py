@@ -2,6 +2,7 @@
 
 A loaded module is never unloaded: a captured CUDA graph may hold its functions. `reload()` and
 `use_sources()` therefore only forget modules, and those that a caller holds go on working.
+A `SourceTree` remembers what was loaded from it, for whoever goes to and fro between sources.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import contextlib
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +38,38 @@ class Module:
     """The cupy.RawModule, which owns the code."""
 
 
+Table = dict[tuple[KernelSpec, int], Module]
+
+
+class SourceTree:
+    """A kernels_src other than the usual one, and the modules that were loaded from it.
+
+    A module is built from what its files hold when it is first needed and then kept, as from the
+    usual sources: a later edit of the folder takes a `reload()` or another tree.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.loaded: Table = {}
+        _trees.add(self)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Take all kernels from here inside the block. Other threads never notice."""
+        with sources.using(self.folder):
+            token = _tree.set(self)
+            try:
+                yield
+            finally:
+                _tree.reset(token)
+
+
 _lock = threading.RLock()
-_loaded: dict[tuple[KernelSpec, int], Module] = {}
+_loaded: Table = {}
 """What `load` answers from. Specs with a text are not in it: their headers may change any time."""
+_tree: ContextVar[SourceTree | None] = ContextVar("kda_jit_source_tree", default=None)
+"""Whose table takes the place of `_loaded` in this thread."""
+_trees: weakref.WeakSet[SourceTree] = weakref.WeakSet()
 _by_key: dict[tuple[str, int], Module] = {}
 """Every module of this process by its cache key, so equal sources are loaded once."""
 _of_parent: list[object] = []
@@ -54,13 +86,13 @@ def load(spec: KernelSpec, device_index: int | None = None) -> Module:
         import torch
 
         device_index = torch.cuda.current_device()
-    module = _loaded.get((spec, device_index))
+    module = _table().get((spec, device_index))
     return _load(spec, device_index) if module is None else module
 
 
 def is_loaded(spec: KernelSpec, device_index: int) -> bool:
     """True where `load` would neither compile nor load."""
-    return (spec, device_index) in _loaded
+    return (spec, device_index) in _table()
 
 
 def generation() -> object:
@@ -68,30 +100,31 @@ def generation() -> object:
 
     Whoever keeps kernels beside it may use them as long as this is the very same object.
     """
-    return _loaded
+    return _table()
 
 
 def reload() -> None:
-    """Forget the loaded modules, so that the next calls see what changed in kernels_src."""
+    """Forget the loaded modules, so that the next calls see what changed in kernels_src.
+
+    Inside a block that takes kernels from elsewhere: those of that place.
+    """
     global _loaded
     with _lock:
-        _loaded = {}
+        tree = _tree.get()
+        if tree is None:
+            _loaded = {}
+        else:
+            tree.loaded = {}
 
 
 @contextlib.contextmanager
 def use_sources(folder: str | Path) -> Iterator[None]:
     """Take all kernels from another kernels_src inside the block, for an A/B in a notebook.
 
-    Edits are seen each time the block is entered. Process-wide: not for code that serves threads.
+    Edits are seen each time the block is entered. Holds for this thread alone.
     """
-    global _loaded
-    outer = _loaded
-    with sources.using(folder):
-        _loaded = {}
-        try:
-            yield
-        finally:
-            _loaded = outer
+    with SourceTree(folder).active():
+        yield
 
 
 @functools.cache
@@ -121,12 +154,18 @@ def device_unavailable_reason(device_index: int) -> str | None:
     return None
 
 
+def _table() -> Table:
+    """What `load` answers from in this thread."""
+    tree = _tree.get()
+    return _loaded if tree is None else tree.loaded
+
+
 def _load(spec: KernelSpec, device_index: int) -> Module:
     import torch
 
     torch.cuda.init()
     with _lock, torch.cuda.device(device_index):
-        table = _loaded
+        table = _table()
         module = table.get((spec, device_index))
         if module is not None:
             return module
@@ -184,10 +223,12 @@ def _to_device(compiled: Compiled, device_index: int, cuda: Driver, current_devi
 def _forget_parent() -> None:
     """In a forked child: the parent's modules and lock are of no use here."""
     global _lock, _loaded, _by_key
-    _of_parent.extend((_loaded, _by_key))
+    _of_parent.extend((_loaded, _by_key))  # what trees loaded is in the latter, too
     _lock = threading.RLock()
     _loaded = {}
     _by_key = {}
+    for tree in list(_trees):
+        tree.loaded = {}
     device_unavailable_reason.cache_clear()
 
 

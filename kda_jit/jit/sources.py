@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +21,7 @@ from kda_jit.errors import InputError
 _INCLUDE = re.compile(rb'(?:#|%:)[ \t\f\v]*include[ \t\f\v]*(?:"([^"\n]+)"|<([^>\n]+)>|(\S+))')
 _SUFFIXES = frozenset({".cu", ".cuh", ".h", ".hpp"})
 
-_override: Path | None = None
+_override: ContextVar[Path | None] = ContextVar("kda_jit_kernels_src", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def root() -> Path:
     Raises InputError where it does not exist.
     """
     package = Path(__file__).resolve().parent.parent
-    asked = _override or settings.kernels_src()
+    asked = _override.get() or settings.kernels_src()
     if asked is not None:
         if not asked.is_dir():
             raise InputError(f"kernels_src: expected a folder of CUDA sources, got {asked}.")
@@ -63,14 +64,12 @@ def root() -> Path:
 
 @contextlib.contextmanager
 def using(folder: str | Path | None) -> Iterator[None]:
-    """Take kernels from `folder` inside the block (None: the usual ones). Process-wide."""
-    global _override
-    before = _override
-    _override = None if folder is None else Path(folder)
+    """Take kernels from `folder` inside the block (None: the usual ones), in this thread alone."""
+    token = _override.set(None if folder is None else Path(folder))
     try:
         yield
     finally:
-        _override = before
+        _override.reset(token)
 
 
 def read(file: str, *, folder: Path | None = None, text: str | None = None) -> SourceSet:

@@ -162,6 +162,48 @@ def test_other_sources_inside_a_block_only(machine: Machine, kernels: Path, tmp_
     assert load(SPEC, 0) is usual
 
 
+@pytest.fixture
+def tree(kernels: Path, tmp_path: Path) -> module.SourceTree:
+    """A copy of the kernels with another type, so that all that reads it has another key."""
+    other = tmp_path / "other"
+    shutil.copytree(kernels, other)
+    (other / "common/types.cuh").write_text("#pragma once\nusing real = double;\n")
+    return module.SourceTree(other)
+
+
+def test_a_tree_remembers_what_was_loaded_from_it(
+    machine: Machine, tree: module.SourceTree
+) -> None:
+    usual = load(SPEC, 0)
+    with tree.active():
+        first, generation = load(SPEC, 0), module.generation()
+    assert first is not usual
+    assert load(SPEC, 0) is usual
+    (tree.folder / "common/types.cuh").write_text("#pragma once\nusing real = long;\n")
+    with tree.active():
+        assert module.generation() is generation
+        assert load(SPEC, 0) is first
+        module.reload()
+        assert load(SPEC, 0).compiled.key not in (first.compiled.key, usual.compiled.key)
+    assert load(SPEC, 0) is usual
+
+
+def test_another_thread_never_notices_a_tree(machine: Machine, tree: module.SourceTree) -> None:
+    usual, generation = load(SPEC, 0), module.generation()
+    found: list[object] = []
+
+    def look() -> None:
+        found.extend((load(SPEC, 0), module.generation()))
+
+    with tree.active():
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert load(SPEC, 0) is not usual
+    assert found[0] is usual
+    assert found[1] is generation
+
+
 def test_string_kernel_sees_edited_headers_without_reload(machine: Machine, kernels: Path) -> None:
     text = '#include "common/types.cuh"\nextern "C" __global__ void f(real* x) { x[0] = 1; }\n'
     spec = KernelSpec("string.cu", ("f",), "sm_80", text=text)
@@ -172,8 +214,12 @@ def test_string_kernel_sees_edited_headers_without_reload(machine: Machine, kern
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_forked_child_starts_with_no_module_and_a_free_lock(machine: Machine) -> None:
+def test_forked_child_starts_with_no_module_and_a_free_lock(
+    machine: Machine, tree: module.SourceTree
+) -> None:
     load(SPEC, 0)
+    with tree.active():
+        load(SPEC, 0)
     held = threading.Event()
     release = threading.Event()
 
@@ -189,12 +235,12 @@ def test_forked_child_starts_with_no_module_and_a_free_lock(machine: Machine) ->
     if child == 0:
         verdict = 1
         try:
-            fresh = not module.is_loaded(SPEC, 0) and not module._by_key
+            fresh = not module.is_loaded(SPEC, 0) and not module._by_key and not tree.loaded
             # In the child nobody would ever release a lock that was held at the fork.
             free = module._lock.acquire(timeout=5)
             if fresh and free:
                 load(SPEC, 0)
-                verdict = 0 if len(machine.sent) == 2 else 2
+                verdict = 0 if len(machine.sent) == 3 else 2
         finally:
             os._exit(verdict)
     _, status = os.waitpid(child, 0)
