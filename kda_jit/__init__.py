@@ -10,6 +10,7 @@ from kda_jit import reference
 from kda_jit._version import __version__
 from kda_jit.api import prefill, warmup
 from kda_jit.backends.base import LaunchRecord, last_launch
+from kda_jit.capturing import capture
 from kda_jit.chunk import chunk_kda
 from kda_jit.errors import (
     BackendNameError,
@@ -61,6 +62,7 @@ __all__ = [
     "WorkspaceError",
     "WorkspaceLanes",
     "__version__",
+    "capture",
     "chunk_kda",
     "last_launch",
     "planned_bytes",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from kda_jit import capturing
 from kda_jit.backends.base import (
     Backend,
     LaunchRecord,
@@ -204,6 +205,8 @@ def runner_for(p: KdaProblem, backend: str, name: str) -> Backend:
 
 def run_problem(backend: Backend, p: KdaProblem, workspace: Workspace | None) -> None:
     """On the problem's device, whatever the current one, and torch's current stream there."""
+    if (tap := capturing.recorder) is not None:
+        backend = tap.tapped(backend)
     q = p.q
     if q.is_cuda and q.get_device() != torch.cuda.current_device():
         with torch.cuda.device(q.device):

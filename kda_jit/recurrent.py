@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from kda_jit import capturing
 from kda_jit.api import another_way
 from kda_jit.backends import recurrent_torch, recurrent_triton
 from kda_jit.backends.base import LaunchRecord, Query, device_capability, record_launch
@@ -150,6 +151,8 @@ def asked(backend: str) -> str:
 def run_recurrent(p: RecurrentProblem, name: str, backend: str) -> None:
     """A legal call. `name` is what `asked(backend)` says."""
     run = _runner(p, backend, name)
+    if (tap := capturing.recorder) is not None:
+        run = tap.tapped_recurrent(run)
     if p.is_empty:
         record_launch(LaunchRecord("none"))
     elif p.q.is_cuda and p.q.get_device() != torch.cuda.current_device():

@@ -7,6 +7,7 @@ calls. An empty value counts as unset. An argument of a call always wins over th
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -73,9 +74,26 @@ VLLM = Setting(
     "Whether the plugin that vLLM loads registers this package as FlashKDA "
     "(torch.ops._flashkda_C): on (or 1) or off (or 0).",
 )
+CAPTURE = Setting(
+    "KDA_JIT_CAPTURE",
+    "off",
+    "Folder that the first calls of a process are written to, as kda_jit.capture does; read once, "
+    "at the first call.",
+)
+CAPTURE_CALLS = Setting(
+    "KDA_JIT_CAPTURE_CALLS",
+    "4",
+    "How many calls KDA_JIT_CAPTURE writes; first:end, such as 100:104, leaves out earlier ones.",
+)
+CAPTURE_MIB = Setting(
+    "KDA_JIT_CAPTURE_MIB",
+    "512",
+    "Largest file that KDA_JIT_CAPTURE writes, in MiB; a larger call is left out with a warning.",
+)
 
 SETTINGS: tuple[Setting, ...] = (
-    BACKEND, CACHE_DIR, ARCH, SCHEDULE, KERNELS_SRC, FLASHKDA_SO, VLLM,
+    BACKEND, CACHE_DIR, ARCH, SCHEDULE, KERNELS_SRC, FLASHKDA_SO, VLLM, CAPTURE, CAPTURE_CALLS,
+    CAPTURE_MIB,
 )  # fmt: skip
 """The whole table, in the order of docs/environment.md."""
 
@@ -127,3 +145,32 @@ def vllm() -> bool:
     if asked not in _SWITCH:
         raise InputError(f"{VLLM.name}: expected on, off, 1 or 0, got {asked!r}.")
     return _SWITCH[asked]
+
+
+def capture() -> Path | None:
+    """Folder that calls are written to, or None."""
+    asked = CAPTURE.read()
+    return Path(os.path.expanduser(asked)) if asked.lower() not in ("", "off") else None
+
+
+def capture_calls() -> range:
+    """The calls to write, counted from 0 at the first call of the process."""
+    asked = CAPTURE_CALLS.read() or CAPTURE_CALLS.default
+    match = re.fullmatch(r"(?:(\d+):)?(\d+)", asked)
+    found = range(int(match[1] or 0), int(match[2])) if match else range(0)
+    if not found:
+        raise InputError(
+            f"{CAPTURE_CALLS.name}: expected a count such as 4, or first:end such as 100:104, got "
+            f"{asked!r}."
+        )
+    return found
+
+
+def capture_bytes() -> int:
+    """Bytes of the largest call to write."""
+    asked = CAPTURE_MIB.read() or CAPTURE_MIB.default
+    if not (asked.isascii() and asked.isdigit() and int(asked)):
+        raise InputError(
+            f"{CAPTURE_MIB.name}: expected a number of MiB such as 512, got {asked!r}."
+        )
+    return int(asked) << 20

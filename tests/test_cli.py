@@ -196,6 +196,36 @@ def test_run_keeps_checkpoints(call, tmp_path):
     )
 
 
+def test_run_repeats_a_captured_call(call, tmp_path):
+    pytest.importorskip("safetensors", reason="run needs safetensors")
+    from safetensors.torch import load_file, save_file
+
+    x = Case(seed=3, lengths=(20, 7), heads=2).tensors(head_dim=32)
+    with kda_jit.capture(tmp_path) as recorder:
+        kda_jit.prefill(*x.args, **x.kwargs, backend="torch")
+        kda_jit.recurrent(
+            *(y[:, :2].transpose(0, 1) for y in x.args),
+            A_log=x.A_log,
+            dt_bias=x.dt_bias,
+            state_pool=torch.zeros(4, 2, 32, 32),
+            state_indices=torch.tensor([3, 1]),
+            backend="torch",
+        )
+    text = call("run", recorder.files[0], "--device", "cpu", "--backend", "torch")
+    assert "out: the same bits as the live call's" in text
+    assert "final_state: the same bits as the live call's" in text
+    text = call("run", recorder.files[1], "--device", "cpu", "--backend", "torch")
+    assert "state_pool [2, 2, 32, 32] float32" in text
+    assert "state_pool: the same bits as the live call's" in text
+    assert "kernels torch_recurrent" in text
+
+    changed = load_file(recorder.files[0])
+    changed["result.out"][0, -1, 0, 0] += 1
+    save_file(changed, tmp_path / "changed.safetensors", metadata={"scale": "none"})
+    text = call("run", "changed.safetensors", "--device", "cpu", "--backend", "torch")
+    assert "out: other bits than the live call's" in text
+
+
 @pytest.mark.parametrize(
     "change, metadata, message",
     [

@@ -12,16 +12,16 @@ LAYERS = [
     ["_version", "errors", "settings"],
     ["jit.arch", "jit.sources", "jit.spec"],
     ["jit", "reference", "workspace", "varlen"],
-    ["contract"],
+    ["contract", "callfile"],
     ["backends", "triton_kernels"],
     ["resolver"],
-    ["pack", "step"],
+    ["pack", "step", "snapshot", "capturing"],
     ["api", "recurrent", "layer", "mixed_batch", "core", "warmup", "ops", "arrays"],
     ["chunk"],
     [""],  # the package itself: the public names
     ["integrations"],  # stand-ins for other packages
     ["testing"],
-    ["bench", "demo"],
+    ["bench", "demo", "replay"],
     ["testing.verify"],  # tries peers, too, through their adapters of the benchmarks
     ["cli", "__main__"],
 ]

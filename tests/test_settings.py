@@ -18,6 +18,9 @@ ACCESSORS: dict[str, tuple[Callable[[], object], object]] = {
     "KDA_JIT_KERNELS_SRC": (settings.kernels_src, None),
     "KDA_JIT_FLASHKDA_SO": (settings.flashkda_so, None),
     "KDA_JIT_VLLM": (settings.vllm, False),
+    "KDA_JIT_CAPTURE": (settings.capture, None),
+    "KDA_JIT_CAPTURE_CALLS": (settings.capture_calls, range(4)),
+    "KDA_JIT_CAPTURE_MIB": (settings.capture_bytes, 512 << 20),
 }
 
 
@@ -75,6 +78,34 @@ def test_a_switch_in_between_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("KDA_JIT_VLLM", "maybe")
     with pytest.raises(InputError, match="KDA_JIT_VLLM: expected on, off, 1 or 0, got 'maybe'"):
         settings.vllm()
+
+
+def test_calls_to_capture_are_a_count_or_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDA_JIT_CAPTURE_CALLS", "7")
+    assert settings.capture_calls() == range(7)
+    monkeypatch.setenv("KDA_JIT_CAPTURE_CALLS", "100:104")
+    assert settings.capture_calls() == range(100, 104)
+
+
+@pytest.mark.parametrize(
+    "name, accessor",
+    [
+        ("KDA_JIT_CAPTURE_CALLS", settings.capture_calls),
+        ("KDA_JIT_CAPTURE_MIB", settings.capture_bytes),
+    ],
+)
+@pytest.mark.parametrize("value", ["0", "-1", "4:4", "many", "1.5", "²"])
+def test_numbers_of_a_capture_are_checked(
+    monkeypatch: pytest.MonkeyPatch, name: str, accessor: Callable[[], object], value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=f"{name}: expected a .*, got {value!r}"):
+        accessor()
+
+
+def test_a_capture_off_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDA_JIT_CAPTURE", "Off")
+    assert settings.capture() is None
 
 
 def test_cache_dir_prefers_our_variable_then_xdg_then_home(monkeypatch: pytest.MonkeyPatch) -> None:

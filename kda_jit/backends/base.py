@@ -75,6 +75,12 @@ class LaunchRecord(NamedTuple):
     schedule: str | None = None
     target: str | None = None
 
+    def facts(self) -> dict[str, str]:
+        """The same as text, for a file or a table; what there is none of is left out."""
+        named = {"kernels": ", ".join(self.kernels), "schedule": self.schedule}
+        named["target"] = self.target
+        return {"backend": self.backend} | {name: text for name, text in named.items() if text}
+
 
 class _Last(threading.local):
     record: LaunchRecord | None = None

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ..errors import DeviceError, InputError
-
-REQUIRED = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
-OPTIONAL = (
-    "initial_state",
-    "cu_seqlens",
-    "state_indices",
-    "has_initial_state",
-    "checkpoint_state",
-    "checkpoint_offsets",
-)
+from ..errors import InputError
 
 
 def run(
@@ -30,80 +20,37 @@ def run(
         str, typer.Option(help="cpu, cuda, cuda:1, ...; empty: a GPU if there is one.")
     ] = "",
 ) -> None:
-    """Runs one prefill from file to file.
+    """Runs one call from file to file.
 
     INPUTS is a safetensors file with tensors named like the arguments of kda_jit.prefill: q, k, v,
     g, beta, A_log, dt_bias, and where wanted initial_state, cu_seqlens, state_indices,
     has_initial_state, checkpoint_state, checkpoint_offsets. Its metadata may hold scale and
-    lower_bound (a number, or none for the unbounded gate; without it -5).
+    lower_bound (a number, or none for the unbounded gate; without it -5). A file that
+    kda_jit.capture wrote is one, too, also of a call of kda_jit.recurrent; then it is also said
+    whether the results are those of the live call, bit for bit.
     """
     import torch
     from safetensors.torch import save_file
 
     import kda_jit
 
+    from ..callfile import read_call, to_host
+    from ..replay import replay, same_bits
+
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if output.is_dir() or not output.parent.is_dir() or output.resolve() == inputs.resolve():
         raise InputError(
             f"output: expected a file other than the inputs, in a folder that exists, got {output}."
         )
-    arguments = read_inputs(inputs, place)
-    with torch.no_grad():
-        out, final_state = kda_jit.prefill(**arguments, backend=backend)
-    tensors = {"out": out, "final_state": final_state}
-    if "checkpoint_state" in arguments:
-        tensors["checkpoint_state"] = arguments["checkpoint_state"]
+    call = read_call(inputs, place)
+    results = replay(call, backend)
     launch = kda_jit.last_launch()
     assert launch is not None
-    ran = {"backend": launch.backend, "kernels": ", ".join(launch.kernels)}
-    ran |= {k: v for k, v in (("schedule", launch.schedule), ("target", launch.target)) if v}
-    save_file({k: t.contiguous().cpu() for k, t in tensors.items()}, output, metadata=ran)
-    shapes = ", ".join(f"{k} {list(t.shape)} {str(t.dtype)[6:]}" for k, t in tensors.items())
+    ran = launch.facts()
+    save_file({name: to_host(x) for name, x in results.items()}, output, metadata=ran)
+    shapes = ", ".join(f"{k} {list(x.shape)} {str(x.dtype)[6:]}" for k, x in results.items())
     typer.echo(f"{output}: {shapes}")
     typer.echo("ran " + ", ".join(f"{key} {value}" for key, value in ran.items() if value))
-
-
-def read_inputs(path: Path, device: str) -> dict[str, Any]:
-    """Keyword arguments of `kda_jit.prefill` from a safetensors file, on `device`.
-
-    Raises InputError for a file that is not one, or that holds other tensors than the call takes.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt", device=device) as file:
-            arguments: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
-    except FileNotFoundError:
-        raise InputError(f"inputs: expected a safetensors file, {path} does not exist.") from None
-    except RuntimeError as error:  # torch has no such device
-        raise DeviceError(
-            f"device: expected one that torch can use, got {device}: {error}"
-        ) from None
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"inputs: expected a safetensors file, got {path}: {error}") from None
-    missing = [name for name in REQUIRED if name not in arguments]
-    unknown = sorted(arguments.keys() - {*REQUIRED, *OPTIONAL})
-    if missing or unknown:
-        found = [f"lacks {', '.join(missing)}"] if missing else []
-        found += [f"also has {', '.join(unknown)}"] if unknown else []
-        raise InputError(
-            f"inputs: expected the tensors {', '.join(REQUIRED)} and maybe {', '.join(OPTIONAL)}; "
-            f"{path} {' and '.join(found)}."
-        )
-    for name in ("lower_bound", "scale"):
-        if name in metadata:
-            arguments[name] = _number(name, metadata[name])
-    return arguments
-
-
-def _number(name: str, text: str) -> float | None:
-    """A metadata value; "none" is None."""
-    if text.strip().lower() == "none":
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(
-            f"{name}: expected a number or none in the metadata, got {text!r}."
-        ) from None
+    for name, live in call.results.items():
+        same = same_bits(call, name, results[name], live)
+        typer.echo(f"{name}: {'the same bits as' if same else 'other bits than'} the live call's")
