@@ -23,6 +23,7 @@ LAYERS = [
     ["testing"],
     ["bench", "demo", "replay"],
     ["testing.verify"],  # tries peers, too, through their adapters of the benchmarks
+    ["lab"],
     ["cli", "__main__"],
 ]
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -87,7 +87,7 @@ print(vllm.__file__, vllm.is_registered())
 
 
 def test_pins_satisfy_every_requirement():
-    """Each package that an extra but `notebooks` asks for has a pin, and the pin is allowed."""
+    """Each package that an extra asks for, save jupyterlab, has a pin, and the pin is allowed."""
     requirements = pytest.importorskip("packaging.requirements")
     utils = pytest.importorskip("packaging.utils")
     lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -97,7 +97,7 @@ def test_pins_satisfy_every_requirement():
     for text in {text for group in groups for text in group}:
         wanted = requirements.Requirement(text)
         name = utils.canonicalize_name(wanted.name)
-        if name == "kda-jit" or text in PROJECT["optional-dependencies"]["notebooks"]:
+        if name in ("kda-jit", "jupyterlab"):
             continue
         assert name in pins, f"{name} has no pin in constraints.txt"
         assert wanted.specifier.contains(pins[name]), f"{text}, but pinned to {pins[name]}"

@@ -109,6 +109,10 @@ class Timer:
 
     def cold(self, contenders: Sequence[Contender]) -> dict[str, Timing]:
         """Event times of eager calls, L2 cold, by name."""
+        return {name: summarise(times) for name, times in self.samples(contenders).items()}
+
+    def samples(self, contenders: Sequence[Contender]) -> dict[str, list[float]]:
+        """Microseconds of each round behind `cold`, by name; all have the same rounds."""
         by_name = {contender.name: contender for contender in contenders}
         once_ms = sum(self._warm_up(contender) + 0.3 for contender in contenders)
         rounds = max(ROUNDS[0], min(ROUNDS[1], int(self.budget_ms / once_ms)))
@@ -127,7 +131,7 @@ class Timer:
                 marks[name].append((begin, end))
         torch.cuda.synchronize()
         return {
-            name: summarise([1e3 * begin.elapsed_time(end) for begin, end in pairs])
+            name: [1e3 * begin.elapsed_time(end) for begin, end in pairs]
             for name, pairs in marks.items()
         }
 

@@ -1,0 +1,57 @@
+"""Writing a variant back to kernels_src."""
+
+from __future__ import annotations
+
+import difflib
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from kda_jit.errors import InputError
+from kda_jit.jit import reload
+
+from .shown import Shown
+from .variants import Variant
+
+
+class Adopted(Shown):
+    """What `adopt` wrote, or would write: a unified diff."""
+
+    def __init__(self, diff: str, written: str) -> None:
+        self.diff = diff
+        self.written = written
+
+    def __rich__(self) -> RenderableType:
+        return Text(f"{self.diff}{self.written}")
+
+
+def adopt(variant: Variant, *, write: bool = True) -> Adopted:
+    """Put a variant's file in the place of the shipped one; from the next call on it is used.
+
+    write  False: only show the diff
+
+    Raises InputError where the variant changes nothing, and where the shipped file is no longer
+    what the variant was made from: that change would be lost. Make the variant again then.
+    """
+    if variant.file is None or variant.base is None:
+        raise InputError(f"variant: expected one with a base in kernels_src, got {variant!r}.")
+    if variant.text == variant.base:
+        raise InputError(f"variant: expected one that differs from {variant.file}, got its equal.")
+    path = variant.origin / variant.file
+    now = path.read_text() if path.is_file() else ""
+    if now != variant.base:
+        since = difflib.unified_diff(
+            variant.base.splitlines(keepends=True),
+            now.splitlines(keepends=True),
+            f"{variant.file} (as {variant.name} took it)",
+            f"{variant.file} (now)",
+        )
+        raise InputError(
+            f"variant: expected {path} as it was when {variant.name} was made, got a file that "
+            f"has changed since. Make the variant again.\n{''.join(since)}"
+        )
+    if not write:
+        return Adopted(variant.diff, f"not written: {path}")
+    path.write_text(variant.text)
+    reload()
+    return Adopted(variant.diff, f"written: {path}")

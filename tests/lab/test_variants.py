@@ -1,0 +1,118 @@
+"""A variant is a copy with one change: named, checked, frozen, and active where it is asked for."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+
+from kda_jit import lab
+from kda_jit.backends.cuda import SCHEDULES
+from kda_jit.errors import InputError
+from kda_jit.jit import sources
+
+from .conftest import HEADER, HEADER_TEXT, PORTABLE, UNREAD
+
+PATCH = "<<<<\nconstexpr float kStep = 2.0f;\n====\nconstexpr float kStep = 3.0f;\n>>>>\n"
+PATCHED = HEADER_TEXT.replace("2.0f", "3.0f")
+
+
+@pytest.fixture
+def changed(kernels: Path) -> lab.Variant:
+    return lab.variant("three", base=HEADER, patch=PATCH)
+
+
+def test_a_patch_changes_the_copy_and_not_the_source(changed: lab.Variant, kernels: Path) -> None:
+    assert changed.text == PATCHED
+    assert changed.base == (kernels / HEADER).read_text() == HEADER_TEXT
+    assert "kStep = 3.0f" in (changed.tree.folder / HEADER).read_text()
+    assert (changed.tree.folder / PORTABLE).read_text() == (kernels / PORTABLE).read_text()
+    assert changed.diff.startswith(f"--- kernels_src/{HEADER}\n")
+    assert "-constexpr float kStep = 2.0f;\n+constexpr float kStep = 3.0f;\n" in changed.diff
+
+
+def test_a_whole_text_takes_the_place_of_its_base(kernels: Path) -> None:
+    made = lab.variant("whole", PATCHED, base=HEADER, first_line=2)
+    assert made.text == PATCHED
+    assert (made.tree.folder / HEADER).read_text() == f'#line 2 "<cell whole>"\n{PATCHED}'
+
+
+def test_later_edits_of_the_sources_do_not_reach_it(changed: lab.Variant, kernels: Path) -> None:
+    (kernels / PORTABLE).write_text("// gone\n")
+    assert "gone" not in (changed.tree.folder / PORTABLE).read_text()
+
+
+def test_it_is_active_in_its_block_in_its_thread(changed: lab.Variant, kernels: Path) -> None:
+    seen: list[Path] = []
+    with changed.active() as same:
+        assert same is changed
+        assert sources.root() == changed.tree.folder.resolve()
+        thread = threading.Thread(target=lambda: seen.append(sources.root()))
+        thread.start()
+        thread.join()
+    assert seen == [sources.root()] == [kernels]
+
+
+def test_schedules_are_those_that_read_the_file(changed: lab.Variant, kernels: Path) -> None:
+    portable = tuple(name for name, s in SCHEDULES.items() if s.file == PORTABLE)
+    assert changed.schedules == portable
+    assert [spec.file for spec in changed.specs("sm_90a")] == [PORTABLE]
+    assert lab.shipped().schedules == tuple(SCHEDULES)
+    hopper = SCHEDULES["hopper"].file
+    other = lab.variant("other", (kernels / hopper).read_text(), base=hopper)
+    with pytest.raises(InputError, match=r"arch: .*hopper.* runs, got 'sm_80'"):
+        other.specs("sm_80")
+
+
+def test_before_is_what_it_was_made_from(changed: lab.Variant, kernels: Path) -> None:
+    (kernels / HEADER).write_text("#pragma once\n")
+    before = changed.before()
+    assert (before.tree.folder / HEADER).read_text() == HEADER_TEXT
+    assert (before.name, before.file, before.text, before.diff) == ("shipped", None, "", "")
+
+
+def test_its_folder_goes_with_it(changed: lab.Variant) -> None:
+    made = lab.shipped()
+    folder = made.tree.folder
+    assert folder.is_dir()
+    del made
+    gc.collect()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"name": "two words", "source": ""}, r"name: expected an identifier"),
+        ({"name": "x"}, r"expected one of them, got both or none"),
+        ({"name": "x", "source": "", "patch": PATCH}, r"expected one of them, got both or none"),
+        ({"name": "x", "patch": PATCH}, r"base: expected a file of kernels_src"),
+        ({"name": "x", "base": "sm80/no.cu", "source": ""}, rf"base: .*{HEADER}.*'sm80/no\.cu'"),
+        ({"name": "x", "base": HEADER, "source": "", "schedule": "no"}, r"schedule: .*portable"),
+        (
+            {"name": "x", "base": UNREAD, "source": "", "schedule": "portable"},
+            r"schedule: expected one that reads common/unread\.cuh \(none\)",
+        ),
+        ({"name": "x", "source": "", "schedule": "portable"}, r"schedule: expected None"),
+        ({"name": "x", "base": HEADER, "source": "", "launch": (32, 0)}, r"launch: expected None"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(kernels: Path, arguments: dict, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        lab.variant(**arguments)
+
+
+def test_a_file_of_its_own_has_nothing_shipped_beside_it(kernels: Path) -> None:
+    made = lab.variant("toy", "// nothing\n")
+    assert made.stands_alone
+    assert [spec.file for spec in made.specs("sm_80")] == ["toy.cu"]
+    with pytest.raises(InputError, match=r"nothing shipped"):
+        made.before()
+
+
+def test_a_header_that_nobody_reads_builds_nothing(kernels: Path) -> None:
+    made = lab.variant("x", "#pragma once\n", base=UNREAD)
+    with pytest.raises(InputError, match=rf"no schedule reads {UNREAD}"):
+        lab.build(made)
