@@ -124,6 +124,7 @@ def command_line() -> str:
 
     parts = ["# The command `kda-jit`\n\n" + GENERATED]
     parts.append("`kda-jit` and `python -m kda_jit` are the same. It comes with the extra `cli`.\n")
+    parts.append("`kda-jit --version` prints the version, `--help` after a command its options.\n")
     for command in describe():
         parts.append(f"\n## `kda-jit {command.usage}`\n\n{command.help}\n")
         if command.options:

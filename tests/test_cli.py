@@ -59,7 +59,7 @@ def test_help_names_every_command(call):
         assert re.search(rf"^\W*{command.usage.split()[0]}\b", text, re.MULTILINE)
     usages = {c.usage.partition(" [")[0] for c in describe()}
     assert usages == {
-        "info", "explain", "compile", "cache info", "cache clear", "run INPUTS", "verify",
+        "doctor", "info", "explain", "compile", "cache info", "cache clear", "run INPUTS", "verify",
         "demo",
     }  # fmt: skip
 
@@ -91,6 +91,42 @@ def test_explain_for_another_gpu_gives_every_reason(call):
     assert "K = 64" in reasons
     assert "float16" in reasons or "fp16" in reasons
     assert "lower_bound" in reasons or "bounded" in reasons
+
+
+@NEEDS_NVRTC
+def test_explain_honours_what_the_environment_forces(call, monkeypatch, tmp_path):
+    monkeypatch.setenv("KDA_JIT_ARCH", "sm_80")
+    monkeypatch.setenv("KDA_JIT_SCHEDULE", "portable")
+    text = call("explain", "--capability", "8.6")
+    assert text.endswith(
+        "backend cuda\nKDA_JIT_ARCH: builds for sm_80, not for sm_86\n"
+        "KDA_JIT_SCHEDULE: takes the schedule portable, whatever the sizes\n"
+    )
+    assert "KDA_JIT" not in call("explain", "--capability", "9.0", "--head-dim", 64)
+
+
+@NEEDS_NVRTC
+def test_explain_says_what_the_environment_forces_in_vain(call, monkeypatch, tmp_path):
+    monkeypatch.setenv("KDA_JIT_ARCH", "sm_100a")
+    monkeypatch.setenv("KDA_JIT_SCHEDULE", "hopper")
+    monkeypatch.setenv("KDA_JIT_KERNELS_SRC", str(tmp_path))
+    text = call("explain", "--capability", "9.0", code=1)
+    fails = "the call would fail: "
+    assert f"KDA_JIT_ARCH: {fails}sm_100a runs on 10.0 alone; this device is 9.0" in text
+    assert f"KDA_JIT_SCHEDULE: {fails}hopper runs on 9.x, the target is sm_100a" in text
+    assert f"KDA_JIT_KERNELS_SRC: {fails}{tmp_path} has no sm80/kda_prefill.cu" in text
+
+
+def test_version(call):
+    assert call("--version") == f"kda_jit {kda_jit.__version__}\n"
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("words", [("--backend", "cuda"), ("--device", "cuda")])
+def test_verify_says_plainly_that_there_is_no_gpu(call, words):
+    text = call("verify", *words, code=2)
+    assert "torch finds no GPU here" in text
+    assert "K = " not in text
 
 
 def test_explain_of_a_backend_that_cannot(call):

@@ -156,7 +156,7 @@ def test_long_adds_a_long_sequence() -> None:
 @pytest.mark.parametrize(
     "name, error, words",
     [
-        ("cuda", NoBackendError, "needs a CUDA device"),
+        ("cuda", NoBackendError, "expected a CUDA GPU for 'cuda', got cpu"),
         ("tritn", InputError, "backend: expected auto, reference, cuda, triton, torch, peer:"),
         ("peer:fla", InputError, "device: expected a CUDA GPU for 'peer:fla', got cpu"),
         ("peer:other", InputError, "expected peer:flashkda or peer:fla"),
@@ -284,7 +284,7 @@ def test_command_takes_anybodys_function(call: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("--backend", "cuda"), "NoBackendError: backend='cuda'"),
+        (("--backend", "cuda"), "NoBackendError: device: expected a CUDA GPU for 'cuda', got cpu"),
         (("--backend", "torch", "--laws", "spilt"), "law: expected one of recurrence, split"),
         (("--backend", "torch", "--regimes", "odd"), "regime: expected one of random"),
         (("--backend", "torch", "--laws", "graph"), "graph: a CUDA graph needs a GPU"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from . import demo, kernels, machine, prefill, verify
+from . import demo, doctor, kernels, machine, prefill, verify
 
 app = typer.Typer(
     name="kda-jit",
@@ -17,6 +17,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from .. import __version__
+
+        typer.echo(f"kda_jit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and end."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(doctor.doctor)
 app.command()(machine.info)
 app.command()(machine.explain)
 app.command()(kernels.compile)

@@ -81,11 +81,14 @@ def explain(
 ) -> None:
     """Says for each backend whether it can run a call, and if not, why.
 
-    The last line names the backend that the call gets. Exits with 1 when it gets none.
+    Then names the backend that the call gets, and what KDA_JIT_ARCH, KDA_JIT_SCHEDULE and
+    KDA_JIT_KERNELS_SRC make of it there, where that is cuda and they are set. Exits with 1 when the
+    call gets no backend, or when one of these asks for what cannot be done on that GPU.
     """
     import torch
 
     from ..backends.base import Query, device_capability
+    from ..backends.environment import environment_effects, environment_problems
     from ..contract.checks import check_lower_bound
     from ..resolver import explain as answers
     from ..resolver import resolve
@@ -118,10 +121,18 @@ def explain(
     for name, reasons in answers(query).items():
         typer.echo(f"{name:<7} {'no ' if reasons else 'yes'}  {'; '.join(reasons)}".rstrip())
     try:
-        typer.echo(f"backend {resolve(query, backend).backend}")
+        chosen = resolve(query, backend).backend
     except KdaError as error:
         typer.echo(f"{type(error).__name__}: {error}")
         raise typer.Exit(1) from None
+    typer.echo(f"backend {chosen}")
+    if chosen == "cuda" and query.capability is not None:
+        effects = environment_effects(query.capability)
+        problems = environment_problems(query.capability)
+        for name, words in (effects | problems).items():
+            typer.echo(f"{name}: {'the call would fail: ' if name in problems else ''}{words}")
+        if problems:
+            raise typer.Exit(1)
 
 
 def _capability(text: str) -> tuple[int, int]:

@@ -159,7 +159,10 @@ def _subject(
         raise InputError(f"device: {str(error).partition(chr(10))[0]}") from None
     if place.type == "cuda":
         if not torch.cuda.is_available():
-            raise InputError(f"device: expected one that torch can use, got {place}.")
+            raise InputError(
+                f"device: expected one that torch can use, got {place}, and torch finds no GPU "
+                "here; kda-jit doctor says why."
+            )
         if place.index is None:
             place = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(place)

@@ -68,7 +68,7 @@ def folder() -> Path:
     """The folder that new entries go to. Warns once where that is not the one asked for."""
     asked = settings.cache_dir()
     if asked not in _writable:
-        reason = _why_not_writable(asked)
+        reason = why_not_writable(asked)
         if reason is None:
             _writable[asked] = asked
         else:
@@ -203,7 +203,8 @@ def _keys_in(place: Path) -> list[Path]:
         return []
 
 
-def _why_not_writable(place: Path) -> str | None:
+def why_not_writable(place: Path) -> str | None:
+    """The reason, from making the folder and a file in it; None where both can be."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):
@@ -224,7 +225,7 @@ def _temporary() -> Path:
         place.mkdir(mode=0o700, exist_ok=True)
         found = place.lstat()
         ours = stat.S_ISDIR(found.st_mode) and found.st_uid == uid
-        if ours and not found.st_mode & 0o022 and _why_not_writable(place) is None:
+        if ours and not found.st_mode & 0o022 and why_not_writable(place) is None:
             return place
     except OSError:
         pass

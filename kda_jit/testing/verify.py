@@ -135,6 +135,9 @@ def find_subject(
             f"backend: expected auto, reference, {', '.join(ORDER)}, peer:{', peer:'.join(PEERS)} "
             f"or module:function, got {name!r}."
         )
+    if asked == "cuda" and device.type != "cuda":
+        none = "" if torch.cuda.is_available() else ", and torch finds no GPU here"
+        raise NoBackendError(f"device: expected a CUDA GPU for {name!r}, got {device}{none}.")
     if reason := why_not(asked, device):
         raise NoBackendError(reason)
     return Runner(asked, device)

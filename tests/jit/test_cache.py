@@ -289,7 +289,7 @@ def test_read_only_folder_is_still_read(
     shipped = cache.publish(KEY, b"shipped", "cubin", {})
     monkeypatch.setattr(cache, "_writable", {})
     monkeypatch.setattr(
-        cache, "_why_not_writable", lambda place: "read-only" if place == cache_folder else None
+        cache, "why_not_writable", lambda place: "read-only" if place == cache_folder else None
     )
     with pytest.warns(RuntimeWarning, match="read-only"):
         assert cache.lookup(KEY) == shipped
