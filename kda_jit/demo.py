@@ -17,13 +17,21 @@ import kda_jit
 from .backends.base import LaunchRecord, Query, device_capability
 from .reference import RecurrentResult, recurrent_kda
 from .resolver import Resolution, explain, resolve
-from .testing import Case, Inputs, Limit, Worst, plain_loss, worst_block_error, worst_state_error
+from .testing import (
+    Case,
+    Inputs,
+    Limit,
+    Worst,
+    error_along,
+    plain_loss,
+    worst_block_error,
+    worst_state_error,
+)
 
 LENGTHS = (300, 17, 0, 1024, 64)
 LONGEST = LENGTHS.index(max(LENGTHS))
 HEAD_DIM = 128
 PIECE = 64  # tokens between two points of the curve of the state's norm
-STRETCH = 16  # tokens that a point of the curve of errors stands for
 
 
 @dataclass(frozen=True)
@@ -121,17 +129,10 @@ def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
 
 
-def error_along(out: Tensor, report: Report) -> tuple[list[int], Tensor]:
-    """(tokens, error): the longest sequence's RMS error in stretches of STRETCH tokens, all heads.
-
-    In units of the RMS that the exact output has over the sequence.
-    """
+def error_of(out: Tensor, report: Report) -> tuple[list[int], Tensor]:
+    """`error_along` the longest sequence."""
     begin, end = report.inputs.bounds[LONGEST : LONGEST + 2]
-    want = report.want.out[0, begin:end].double()
-    error = (out[0, begin:end].double() - want).square().mean((1, 2))
-    stretches = [part.mean().sqrt() for part in error.split(STRETCH)]
-    points = [min(STRETCH * i + STRETCH // 2, end - begin) for i in range(len(stretches))]
-    return points, (torch.stack(stretches) / want.square().mean().sqrt()).cpu()
+    return error_along(out[0, begin:end], report.want.out[0, begin:end])
 
 
 def state_norms(report: Report) -> tuple[list[int], Tensor, Tensor]:
@@ -169,9 +170,9 @@ def draw(report: Report, path: Path) -> None:
     tokens = LENGTHS[LONGEST]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for run in report.runs:
-        points, error = error_along(run.out, report)
+        points, error = error_of(run.out, report)
         left.plot(points, 1e3 * error, linewidth=1.5, label=run.launch.backend)
-    points, error = error_along(report.want.out.to(torch.bfloat16), report)
+    points, error = error_of(report.want.out.to(torch.bfloat16), report)
     left.plot(points, 1e3 * error, "k:", linewidth=1.2, label="the exact output, rounded to bf16")
     left.set(
         title=f"RMS error of out against float64, {tokens} tokens",

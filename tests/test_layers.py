@@ -21,7 +21,7 @@ LAYERS = [
     [""],  # the package itself: the public names
     ["integrations"],  # stand-ins for other packages
     ["testing"],
-    ["bench", "demo", "replay", "doctor"],
+    ["bench", "demo", "replay", "compare", "picture", "doctor"],
     ["testing.verify"],  # tries peers, too, through their adapters of the benchmarks
     ["lab"],
     ["cli", "__main__"],

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import demo, doctor, kernels, machine, prefill, verify
+from . import compare, demo, doctor, kernels, machine, prefill, verify
 
 app = typer.Typer(
     name="kda-jit",
@@ -45,6 +45,7 @@ app.command()(machine.explain)
 app.command()(kernels.compile)
 app.add_typer(kernels.cache, name="cache")
 app.command()(prefill.run)
+app.command()(compare.compare)
 app.command()(verify.verify)
 app.command()(demo.demo)
 

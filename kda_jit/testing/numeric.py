@@ -78,18 +78,16 @@ def relative_rms(got: Tensor, want: Tensor) -> float:
     return _ratio((got.double() - want).square().sum(), want.square().sum()).sqrt().item()
 
 
-def worst_block_error(
+def block_errors(
     got: Tensor, want: Tensor, cu_seqlens: Tensor | None = None, chunk: int = 64
-) -> Worst:
-    """Outputs [B, T, HV, V] by (sequence, head, chunk); rows past cu_seqlens[-1] do not count."""
+) -> list[Tensor]:
+    """Of each sequence of outputs [B, T, HV, V], the relative RMS errors [chunks, HV]."""
     B, T, HV = want.shape[:3]
     bounds = [b * T for b in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     diff = (got.double() - want.double()).flatten(0, 1)  # [B * T, HV, V]
     want = want.double().flatten(0, 1)
-    worst = Worst(0.0, -1, -1, -1, ())
-    for n, (begin, end) in enumerate(pairwise(bounds)):
-        if begin == end:
-            continue
+    found = []
+    for begin, end in pairwise(bounds):
         chunks = -(-(end - begin) // chunk)
         block = torch.arange(end - begin, device=want.device) // chunk
 
@@ -100,18 +98,45 @@ def worst_block_error(
         rows_in = torch.bincount(block, minlength=chunks).unsqueeze(1)
         error = by_block(diff[begin:end]) / rows_in
         power = by_block(want[begin:end])
-        floor = QUIET**2 * power.sum(0) / (end - begin)
-        ratio = _ratio(error, torch.maximum(power / rows_in, floor)).sqrt()
+        floor = QUIET**2 * power.sum(0) / max(end - begin, 1)
+        found.append(_ratio(error, torch.maximum(power / rows_in, floor)).sqrt())
+    return found
+
+
+def worst_block_error(
+    got: Tensor, want: Tensor, cu_seqlens: Tensor | None = None, chunk: int = 64
+) -> Worst:
+    """Outputs [B, T, HV, V] by (sequence, head, chunk); rows past cu_seqlens[-1] do not count."""
+    B, T, HV = want.shape[:3]
+    bounds = [b * T for b in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    worst = Worst(0.0, -1, -1, -1, ())
+    for n, ratio in enumerate(block_errors(got, want, cu_seqlens, chunk)):
+        if not ratio.numel():
+            continue
         at = int(ratio.argmax())
         if ratio.flatten()[at] > worst.error or worst.sequence < 0:
             c, head = divmod(at, HV)
-            first = begin + c * chunk
-            row, channel = _argmax(diff[first : min(first + chunk, end), head])
+            first = bounds[n] + c * chunk
+            rows = slice(first, min(first + chunk, bounds[n + 1]))
+            parts = (x.flatten(0, 1)[rows, head].double() for x in (got, want))
+            row, channel = _argmax(next(parts) - next(parts))
             token = first + row
             worst = Worst(
                 ratio.flatten()[at].item(), n, head, c, (token // T, token % T, head, channel)
             )
     return worst
+
+
+def error_along(got: Tensor, want: Tensor, stretch: int = 16) -> tuple[list[int], Tensor]:
+    """(tokens, error): the RMS error of a sequence [T, HV, V] in stretches of tokens, all heads.
+
+    In units of the RMS that `want` has over the sequence; a token is the middle of its stretch.
+    """
+    T, want = want.shape[0], want.double()
+    error = (got.double() - want).square().mean((1, 2))
+    stretches = [part.mean().sqrt() for part in error.split(stretch)]
+    points = [min(stretch * i + stretch // 2, T) for i in range(len(stretches))]
+    return points, (torch.stack(stretches) / want.square().mean().sqrt()).cpu()
 
 
 def worst_state_error(got: Tensor, want: Tensor) -> Worst:

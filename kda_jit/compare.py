@@ -1,0 +1,273 @@
+"""Two backends on one call from a file: how far each is from float64, where, and who is nearer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backends.base import last_launch
+from .callfile import Call
+from .errors import InputError
+from .replay import exact, replay, same_bits
+from .testing import (
+    Inputs,
+    Limit,
+    Worst,
+    block_errors,
+    error_along,
+    relative_rms,
+    worst_block_error,
+    worst_state_error,
+)
+from .testing.runner import rounding_limits
+
+#: The name that stands for what the live call wrote, in place of a backend.
+CAPTURED = "captured"
+CHUNK = 64  # tokens of a block
+#: Worst blocks that differ by less than this factor are called alike.
+ALIKE = 1.05
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two. name: as asked for; ran: the backend, its kernels, schedule and target."""
+
+    name: str
+    ran: dict[str, str]
+    results: dict[str, Tensor]
+
+    @property
+    def title(self) -> str:
+        """The name, and the backend that ran where that is another word."""
+        ran = self.ran.get("backend", self.name)
+        return self.name if ran == self.name else f"{self.name} ({ran})"
+
+
+class Off(NamedTuple):
+    """A distance: of the worst block, where that is, and over all."""
+
+    worst: float
+    place: str
+    all: float
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result. a, b: off float64; apart: b off a. allowed: for rounding, None where unknown."""
+
+    name: str
+    a: Off
+    b: Off
+    apart: Off
+    same_bits: bool
+    allowed: float | None
+
+    @property
+    def nearer(self) -> str | None:
+        """ "a", "b", or None where they are alike."""
+        low, high = sorted((self.a.worst, self.b.worst))
+        if self.same_bits or high <= ALIKE * low:
+            return None
+        return "a" if self.a.worst < self.b.worst else "b"
+
+    @property
+    def passed(self) -> bool:
+        return self.allowed is None or max(self.a.worst, self.b.worst) <= self.allowed
+
+
+@dataclass(frozen=True)
+class Along:
+    """The sequence with the worst block of `out`.
+
+    tokens          middles of stretches of 16
+    a, b, apart     RMS error there, over all heads, by the RMS of the exact output
+    blocks_a, blocks_b  [chunks, HV], relative RMS errors
+    """
+
+    sequence: int
+    tokens: list[int]
+    a: Tensor
+    b: Tensor
+    apart: Tensor
+    blocks_a: Tensor
+    blocks_b: Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of it. along: None where no sequence has a token."""
+
+    call: Call
+    a: Side
+    b: Side
+    outputs: tuple[Output, ...]
+    along: Along | None
+
+    @property
+    def passed(self) -> bool:
+        """No result is further from float64 than rounding explains."""
+        return all(output.passed for output in self.outputs)
+
+
+def compare(call: Call, a: str, b: str) -> Comparison:
+    """Makes the call by two backends, or takes what the live call wrote (CAPTURED), and by float64.
+
+    Raises what the function that is called raises, and InputError where there is nothing captured.
+    """
+    sides = _side(call, a), _side(call, b)
+    want = exact(call)
+    limits = _limits(call)
+    outputs = tuple(_output(call, name, *sides, want[name], limits.get(name)) for name in want)
+    return Comparison(call, *sides, outputs, _along(call, *sides, want["out"]))
+
+
+def _side(call: Call, name: str) -> Side:
+    if name != CAPTURED:
+        results = replay(call, name)
+        launch = last_launch()
+        return Side(name, {} if launch is None else launch.facts(), results)
+    if not call.results:
+        raise InputError(
+            f"{CAPTURED}: expected a file with the results of a live call, as kda_jit.capture "
+            "writes it, got one without."
+        )
+    keys = ("backend", "kernels", "schedule", "target", "gpu", "date")
+    return Side(name, {k: call.facts[k] for k in keys if k in call.facts}, call.results)
+
+
+def _output(call: Call, name: str, a: Side, b: Side, want: Tensor, limit: Limit | None) -> Output:
+    x, y = a.results[name], b.results[name]
+    return Output(
+        name,
+        _off(call, name, x, want),
+        _off(call, name, y, want),
+        _off(call, name, y, x),
+        same_bits(call, name, x, y),
+        None if limit is None else limit.allowed,
+    )
+
+
+def _off(call: Call, name: str, got: Tensor, want: Tensor) -> Off:
+    got, want = _settled(got.double(), want.double())
+    if name == "out":
+        ends = call.arguments.get("cu_seqlens")
+        worst = worst_block_error(got, want, ends, CHUNK)
+        if ends is not None:
+            got, want = (x[:, : int(ends[-1])] for x in (got, want))
+        return _as_off(worst, worst.place, got, want)
+    rows = _rows(call, name)
+    got, want = got[rows], want[rows]
+    worst = worst_state_error(got, want)
+    row = rows[worst.sequence] if rows else -1
+    pooled = name == "state_pool" or (name == "final_state" and "state_indices" in call.arguments)
+    place = f"slot {call.slots[row]}" if pooled and rows else f"sequence {row}"
+    return _as_off(worst, f"{place}, head {worst.head}", got, want)
+
+
+def _as_off(worst: Worst, place: str, got: Tensor, want: Tensor) -> Off:
+    if worst.sequence < 0:
+        return Off(0.0, "nothing to compare", 0.0)
+    return Off(worst.error, place, relative_rms(got, want))
+
+
+def _settled(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+    """With zeros where both are the same infinity or NaN: those agree."""
+    agree = ~want.isfinite() & ((got == want) | (got.isnan() & want.isnan()))
+    return got.masked_fill(agree, 0.0), want.masked_fill(agree, 0.0)
+
+
+def _rows(call: Call, name: str) -> list[int]:
+    """The rows of a result of states that the call writes."""
+    given = call.arguments
+    if name == "checkpoint_state":
+        return [n for n, offset in enumerate(given["checkpoint_offsets"].tolist()) if offset > 0]
+    indices = given.get("state_indices")
+    if indices is None:
+        ends = given.get("cu_seqlens")
+        return list(range(given["q"].shape[0] if ends is None else len(ends) - 1))
+    size = given["initial_state" if call.function == "prefill" else "state_pool"].shape[0]
+    return [slot for slot in indices.unique().tolist() if 0 <= slot < size]
+
+
+def _limits(call: Call) -> dict[str, Limit]:
+    """What rounding explains, of a prefill's results: see `rounding_limits`."""
+    if call.function != "prefill":
+        return {}
+    given = call.arguments
+    x = Inputs(
+        **{name: given[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")},
+        lower_bound=given.get("lower_bound", -5.0),
+        scale=given.get("scale"),
+        initial_state=_initial_states(call),
+        cu_seqlens=given.get("cu_seqlens"),
+    )
+    wide = x.q.dtype in (torch.float32, torch.float64)
+    out, state = rounding_limits(x, torch.float32 if wide else None)
+    pool = given["initial_state"] if "state_indices" in given else None
+    if (call.state_dtype if pool is None else pool.dtype) is torch.bfloat16:
+        # It is rounded once more when it is stored, by half of 2**-8 at most.
+        state = replace(state, slack=state.slack + 2.0**-9)
+    return {"out": out, "final_state": state, "checkpoint_state": state}
+
+
+def _initial_states(call: Call) -> Tensor | None:
+    """[N, HV, V, K] of each sequence, whether or not they lie in a pool."""
+    given = call.arguments
+    states, indices = given.get("initial_state"), given.get("state_indices")
+    if states is None:
+        return None
+    has = given.get("has_initial_state")
+    keep = None if has is None else has.clone()
+    if indices is not None:
+        there = (indices >= 0) & (indices < len(states))
+        states = states[torch.where(there, indices, 0).long()]
+        keep = there if keep is None else keep & there
+    return states if keep is None else torch.where(keep.view(-1, 1, 1, 1), states, 0.0)
+
+
+def _along(call: Call, a: Side, b: Side, want: Tensor) -> Along | None:
+    ends = call.arguments.get("cu_seqlens")
+    x, y = a.results["out"], b.results["out"]
+    blocks = [block_errors(out, want, ends, CHUNK) for out in (x, y)]
+    worst = [
+        max(p.max().item(), q.max().item()) if p.numel() else -1.0
+        for p, q in zip(*blocks, strict=True)
+    ]
+    if not worst or max(worst) < 0:
+        return None
+    n = worst.index(max(worst))
+    B, T = want.shape[:2]
+    bounds = list(pairwise([r * T for r in range(B + 1)] if ends is None else ends.tolist()))
+    x, y, want = (out.flatten(0, 1)[slice(*bounds[n])] for out in (x, y, want))
+    tokens, off_a = error_along(x, want)
+    return Along(
+        n, tokens, off_a, error_along(y, want)[1], error_along(y, x)[1],
+        blocks[0][n].cpu(), blocks[1][n].cpu(),
+    )  # fmt: skip
+
+
+def as_json(c: Comparison) -> dict[str, Any]:
+    """All but the tensors of the call."""
+    return {
+        "function": c.call.function,
+        "facts": c.call.facts,
+        "a": {"name": c.a.name, "ran": c.a.ran},
+        "b": {"name": c.b.name, "ran": c.b.ran},
+        "passed": c.passed,
+        "outputs": [
+            {
+                "name": o.name,
+                **{side: getattr(o, side)._asdict() for side in ("a", "b", "apart")},
+                "same_bits": o.same_bits,
+                "allowed": o.allowed,
+                "nearer": o.nearer,
+            }
+            for o in c.outputs
+        ],
+        "along": c.along
+        and {k: x.tolist() if isinstance(x, Tensor) else x for k, x in asdict(c.along).items()},
+    }

@@ -1,0 +1,226 @@
+"""`kda-jit compare`: the planted fault is found where it is, and the nearer one is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command needs typer")
+pytest.importorskip("rich", reason="the command needs rich")
+pytest.importorskip("safetensors", reason="captured calls are safetensors")
+
+from typer.testing import CliRunner
+
+import kda_jit
+from kda_jit import __main__ as entry
+from kda_jit.backends.torch import TorchBackend
+from kda_jit.callfile import Call, read_call, write_call
+from kda_jit.cli import app
+from kda_jit.compare import CAPTURED, _initial_states, as_json, compare
+from kda_jit.errors import BackendNameError, InputError
+from kda_jit.testing import Case
+
+H, D = 2, 32
+CASE = Case(seed=5, lengths=(100, 0, 150), heads=H, regime="random", initial=True, padding=9)
+
+
+@pytest.fixture
+def live(tmp_path):
+    """A captured prefill of two sequences that have tokens, one that has none, and padding."""
+    x = CASE.tensors(head_dim=D)
+    with kda_jit.capture(tmp_path) as recorder:
+        kda_jit.prefill(*x.args, **x.kwargs, backend="torch")
+    return recorder.files[0]
+
+
+@pytest.fixture
+def pooled(tmp_path):
+    """One on a pool of bf16 states in slots 7 and 2, with a checkpoint."""
+    x = Case(seed=6, lengths=(40, 5, 70), heads=H).tensors(head_dim=D)
+    with kda_jit.capture(tmp_path) as recorder:
+        kda_jit.prefill(
+            *x.args,
+            A_log=x.A_log,
+            dt_bias=x.dt_bias,
+            cu_seqlens=x.cu_seqlens,
+            initial_state=torch.randn(9, H, D, D).to(torch.bfloat16),
+            state_indices=torch.tensor([7, -1, 2]),
+            has_initial_state=torch.tensor([False, True, True]),
+            checkpoint_state=torch.zeros(3, H, D, D),
+            checkpoint_offsets=torch.tensor([0, 0, 64]),
+            backend="torch",
+        )
+    return recorder.files[0]
+
+
+def changed(path, change):
+    """The call of a file with other results."""
+    call = read_call(path, "cpu")
+    results = {name: x.clone() for name, x in call.results.items()}
+    change(results)
+    return Call(call.function, call.arguments, results, call.state_dtype, call.facts)
+
+
+def run(*words, code=0):
+    result = CliRunner().invoke(app, ["compare", *map(str, words)], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_a_backend_is_the_live_call(live):
+    found = compare(read_call(live, "cpu"), CAPTURED, "torch")
+    assert found.passed
+    assert [o.name for o in found.outputs] == ["out", "final_state"]
+    for output in found.outputs:
+        assert output.same_bits
+        assert output.nearer is None
+        assert output.apart.worst == 0.0
+        assert 0 < output.a.all <= output.a.worst <= output.allowed
+    assert found.a.ran["kernels"] == found.b.ran["kernels"] == "torch_chunk16"
+
+
+def test_a_fault_is_found_where_it_is(live):
+    def spoil(results):
+        results["out"][0, 100 + 70, 1] += 0.5  # token 70 of sequence 2: chunk 1
+        results["final_state"][0, 1] *= 1.1
+
+    found = compare(changed(live, spoil), "torch", CAPTURED)
+    out, state = found.outputs
+    assert out.b.place == out.apart.place == "sequence 2, head 1, chunk 1"
+    assert state.b.place == "sequence 0, head 1"
+    assert state.b.worst == pytest.approx(0.1, rel=1e-3)
+    assert (out.nearer, state.nearer) == ("a", "a")
+    assert not found.passed
+    assert found.along.sequence == 2
+    assert found.along.tokens[int(found.along.b.argmax())] == 72
+    assert found.along.b.max() > 20 * found.along.a.max()
+    chunk, head = divmod(int(found.along.blocks_b.argmax()), H)
+    assert (chunk, head) == (1, 1)
+    assert compare(changed(live, spoil), CAPTURED, "torch").outputs[0].nearer == "b"
+
+
+def test_rows_of_padding_do_not_count(live):
+    def spoil(results):
+        results["out"][0, 250:] = torch.nan
+
+    assert compare(changed(live, spoil), "torch", CAPTURED).outputs[0].same_bits
+
+
+def test_slots_are_named_as_in_the_live_pool(pooled):
+    def spoil(results):
+        results["final_state"][1, 0] += 1.0
+        results["checkpoint_state"][2, 1] *= 2.0
+        results["checkpoint_state"][:2] = 7.0  # not written by the call: its offsets are 0
+
+    out, state, checkpoint = compare(changed(pooled, spoil), "torch", CAPTURED).outputs
+    assert out.same_bits
+    assert state.b.place == "slot 7, head 0"
+    assert state.a.worst <= state.allowed < state.b.worst
+    assert checkpoint.b.place == "sequence 2, head 1"
+    assert checkpoint.b.worst == pytest.approx(1.0, rel=1e-3)
+    assert compare(read_call(pooled, "cpu"), CAPTURED, "auto").passed
+
+
+def test_states_of_a_pool_are_those_that_each_sequence_starts_from(pooled):
+    call = read_call(pooled, "cpu")
+    states = _initial_states(call)
+    assert torch.equal(states[2], call.arguments["initial_state"][0])  # slot 2 comes first
+    assert not states[:2].any()  # told to start afresh, and without a slot
+
+
+def test_a_verification_is_compared_by_slot(tmp_path):
+    x = Case(seed=7, lengths=(3, 2), heads=H).tensors(head_dim=D)
+    with kda_jit.capture(tmp_path) as recorder:
+        kda_jit.recurrent(
+            *x.args,
+            A_log=x.A_log,
+            dt_bias=x.dt_bias,
+            cu_seqlens=x.cu_seqlens,
+            state_pool=torch.randn(20, H, D, D),
+            state_indices=torch.tensor([[11, 3, 5], [19, 8, -1]]),
+            backend="torch",
+        )
+    out, pool = compare(read_call(recorder.files[0], "cpu"), CAPTURED, "torch").outputs
+    assert out.same_bits and pool.same_bits
+    assert out.allowed is None
+
+    def spoil(results):
+        results["state_pool"][-1, 1] += 1.0
+
+    _, pool = compare(changed(recorder.files[0], spoil), CAPTURED, "torch").outputs
+    assert pool.a.place == "slot 19, head 1"
+    assert pool.nearer == "b"
+
+
+def test_the_same_nan_on_both_sides_agrees_and_a_lone_one_does_not(live):
+    call = read_call(live, "cpu")
+    call.arguments["v"][0, 16, 0] = torch.nan  # where a chunk begins: those before stay finite
+    found = compare(call, "torch", "torch")
+    assert found.outputs[0].a.worst < 0.01
+    found = compare(call, CAPTURED, "torch")
+    assert found.outputs[0].a.worst == float("inf")
+
+
+def test_what_cannot_be_compared_is_refused(live):
+    call = read_call(live, "cpu")
+    with pytest.raises(InputError, match="captured: expected a file with the results of a live"):
+        compare(Call(call.function, call.arguments), CAPTURED, "torch")
+    with pytest.raises(BackendNameError, match="Did you mean 'torch'"):
+        compare(call, "torh", "torch")
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_says_who_ran_and_who_is_nearer(live, tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    right = TorchBackend.run
+
+    def wrong(self, problem, workspace):
+        right(self, problem, workspace)
+        problem.out[0, 240] *= 1.5
+
+    monkeypatch.setattr(TorchBackend, "run", wrong)
+    text = run("captured", "torch", live, "-o", tmp_path / "new", "--device", "cpu", code=1)
+    assert "prefill: q [1, 259, 2, 32], v [1, 259, 2, 32], bfloat16\n" in text
+    assert "A captured: ran backend torch, kernels torch_chunk16, date 20" in text
+    assert "B torch: ran backend torch, kernels torch_chunk16\n" in text
+    assert "out: A (captured) is nearer to float64; rounding explains" in text
+    assert ", exceeded by B (torch)\n" in text
+    assert "final_state: the same bits" in text
+    found = json.loads((tmp_path / "new" / "compare.json").read_text())
+    assert found["outputs"][0]["nearer"] == "a"
+    assert found["outputs"][0]["b"]["place"].startswith("sequence 2, head ")
+    assert len(found["along"]["tokens"]) == len(found["along"]["apart"]) == 10
+    picture = matplotlib.image.imread(tmp_path / "new" / "compare.png")
+    assert picture.shape[0] > 500 and picture[..., :3].std() > 0.05
+
+
+def test_nothing_is_written_unasked(live, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    run("torch", "captured", live, "--device", "cpu")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_call_without_a_token_has_no_picture(live, tmp_path):
+    call = read_call(live, "cpu")
+    given = {name: x for name, x in call.arguments.items() if name != "cu_seqlens"}
+    given |= {name: given[name][:, :0] for name in ("q", "k", "v", "g", "beta")}
+    given |= {"initial_state": given["initial_state"][:1]}
+    write_call(tmp_path / "empty.safetensors", Call("prefill", given))
+    text = run("torch", "auto", tmp_path / "empty.safetensors", "-o", tmp_path, "--device", "cpu")
+    assert "nothing to compare" in text
+    assert not (tmp_path / "compare.png").exists()
+    found = compare(read_call(tmp_path / "empty.safetensors", "cpu"), "torch", "torch")
+    assert as_json(found)["along"] is None
+
+
+def test_an_error_is_a_sentence(live, monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", ["kda-jit", "compare", "cuda", "torch", str(live), "--device", "cpu"]
+    )
+    with pytest.raises(SystemExit, match="NoBackendError: backend='cuda': expected a call that"):
+        entry.main()
