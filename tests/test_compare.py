@@ -198,6 +198,11 @@ def test_the_command_says_who_ran_and_who_is_nearer(live, tmp_path, monkeypatch)
     assert picture.shape[0] > 500 and picture[..., :3].std() > 0.05
 
 
+def test_an_output_that_is_a_file_is_refused(live):
+    with pytest.raises(InputError, match="output: expected a folder, got the file"):
+        run("torch", "captured", live, "-o", live)
+
+
 def test_nothing_is_written_unasked(live, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())

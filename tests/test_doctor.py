@@ -38,7 +38,7 @@ from kda_jit.doctor.facts import (
     Trial,
     Triton,
 )
-from kda_jit.errors import LaunchError
+from kda_jit.errors import InputError, LaunchError
 from kda_jit.jit.compiler import unavailable_reason
 
 NEEDS_NVRTC = pytest.mark.skipif(
@@ -321,6 +321,11 @@ def test_json_has_facts_and_findings(call, tmp_path):
     assert found["facts"]["torch"]["gpus"][0]["capability"] == [9, 0]
     code, text = call(facts, "--json", "-")
     assert json.loads(text) == found
+
+
+def test_a_report_that_cannot_be_written_is_refused(call, tmp_path):
+    with pytest.raises(InputError, match="json: expected a file that can be written, got"):
+        call(HEALTHY, "--json", tmp_path)
 
 
 # -- the probes ----------------------------------------------------------------------------------

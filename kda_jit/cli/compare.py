@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..errors import InputError
+
 if TYPE_CHECKING:
     from ..compare import Comparison, Output, Side
 
@@ -42,6 +44,8 @@ def compare(
     from ..callfile import read_call
     from ..picture import draw
 
+    if output is not None and output.exists() and not output.is_dir():
+        raise InputError(f"output: expected a folder, got the file {output}.")
     console = Console()
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     call = read_call(inputs, place)

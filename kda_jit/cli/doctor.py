@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..errors import InputError
+
 if TYPE_CHECKING:
     from ..doctor import Facts, Finding
 
@@ -42,7 +44,12 @@ def doctor(
     if json_ is not None:
         text = json.dumps(_as_json(facts, findings), indent=1)
         if screen:
-            json_.write_text(text + "\n")
+            try:
+                json_.write_text(text + "\n")
+            except OSError as error:
+                raise InputError(
+                    f"json: expected a file that can be written, got {json_} ({error.strerror})."
+                ) from None
         else:
             typer.echo(text)
     if screen:
