@@ -131,6 +131,11 @@ SITUATIONS = {
         "warning, CuPy: not installed, so the CUDA kernels, the fastest, cannot be built",
         "pip install 'kda_jit[cuda13]'",
     ),
+    "CuPy is missing beside a torch older than the driver": (
+        {"torch": CUDA_12["torch"], "cupy": Cupy(), "nvrtc": Nvrtc()},
+        "warning, CuPy: not installed",
+        "pip install 'kda_jit[cuda12]'",
+    ),
     "CuPy cannot be imported": (
         {"cupy": Cupy({"cupy-cuda12x": "14.2.0"}, error="ImportError: no"), "nvrtc": Nvrtc()},
         "broken, CuPy: cupy-cuda12x 14.2.0 cannot be imported: ImportError: no",
