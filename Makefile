@@ -3,6 +3,7 @@
 #   make demo       set up, run a mixed-length batch on the best backend found, check it, draw it
 #   make test       set up, lint, type-check, run every test that this machine can run
 #   make test-gpu   the GPU tests and the properties on the cuda and triton backends
+#   make notebooks  run the notebooks (on the GPU, if there is one) and save their outputs
 #   make lint | format | compile [ARCH=sm_90a] | bench [CASE=name] | docs | clean
 #
 # PYTHON=python3.12   another interpreter; VENV=dir  another place for the environment
@@ -38,7 +39,7 @@ TRITON_TESTS = $(wildcard tests/test_backend_triton.py tests/test_prefill_proper
                  tests/test_chunk.py)
 RUN_TESTS = OMP_NUM_THREADS=1 $(PY) -m pytest
 
-.PHONY: demo test test-gpu lint no-lint format compile bench docs clean
+.PHONY: demo test test-gpu lint no-lint format compile bench notebooks docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -72,6 +73,9 @@ compile: $(READY)
 
 bench: $(READY)
 	$(PY) -m kda_jit.bench $(if $(CASE),--case $(CASE)) $(ARGS)
+
+notebooks: $(READY)
+	$(PY) notebooks/run.py --save $(ARGS)
 
 docs: $(READY)
 	$(PY) docs/generate.py

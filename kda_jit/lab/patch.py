@@ -166,8 +166,10 @@ def _nearest(lines: Sequence[str], old: Sequence[str]) -> str:
     for line in old:
         if line in lines:
             continue
-        indented = [other for other in lines if other.strip() == line.strip()]
-        close = indented or difflib.get_close_matches(line, lines, n=1)
-        near = f"; nearest is line {lines.index(close[0]) + 1}: {close[0]!r}" if close else ""
+        # By as many characters as were given: a comment at the end is often left out.
+        starts = [other.strip()[: len(line.strip())] for other in lines]
+        close = difflib.get_close_matches(line.strip(), starts, n=1)
+        at = starts.index(close[0]) if close else 0
+        near = f"; nearest is line {at + 1}: {lines[at]!r}" if close else ""
         return f" It has no line {line!r}{near}."
     return " It has each of them, but not one after the other."

@@ -175,8 +175,8 @@ def compiled(variant: Variant, spec: KernelSpec) -> Compiled:
         try:
             return compile_spec(spec)
         except CompileError as error:
-            # The command that it ends with would build the shipped file again, not this one.
-            error.args = (str(error).partition("; redo: ")[0],)
+            # The last line has a command that would build the shipped file again, not this one.
+            error.args = (str(error).partition("\n  source, flags and log: ")[0],)
             raise
 
 

@@ -80,7 +80,8 @@ class Variant:
                 f"variant: expected one with a base in kernels_src, got {self!r}. There is nothing "
                 "shipped to compare it with; name another variant."
             )
-        made = Variant("shipped", None, None, None, None, self.origin, _copy(self.tree.folder))
+        copy = _copy(self.tree.folder)
+        made = Variant("shipped", None, None, None, self.schedule, self.origin, copy)
         if self.file is not None:
             (made.tree.folder / self.file).write_text(self.base or "")
         return made
@@ -110,8 +111,7 @@ class Variant:
         found = [SCHEDULES[name] for name in wanted if major in SCHEDULES[name].capabilities]
         if not found:
             raise InputError(
-                f"arch: expected one on which {' or '.join(wanted)} runs, got {target!r}. "
-                f"{self.name} changes {self.file}, which no other schedule reads."
+                f"arch: expected one on which {' or '.join(wanted)} runs, got {target!r}."
             )
         return list(dict.fromkeys(schedule.spec(target) for schedule in found))
 
@@ -159,8 +159,7 @@ def variant(
     """
     if not _NAME.fullmatch(name):
         raise InputError(f"name: expected an identifier such as fewer_stages, got {name!r}.")
-    if schedule is not None and schedule not in SCHEDULES:
-        raise InputError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}.")
+    _check_schedule(schedule)
     if (source is None) == (patch is None):
         raise InputError("source, patch: expected one of them, got both or none.")
     origin = sources.root()
@@ -191,10 +190,19 @@ def variant(
     return made
 
 
-def shipped() -> Variant:
-    """The kernels in use as they are now, to compare a variant with."""
+def shipped(schedule: str | None = None) -> Variant:
+    """The kernels in use as they are now, to look at or to compare a variant with.
+
+    schedule  this one alone
+    """
+    _check_schedule(schedule)
     origin = sources.root()
-    return Variant("shipped", None, None, None, None, origin, _copy(origin))
+    return Variant("shipped", None, None, None, schedule, origin, _copy(origin))
+
+
+def _check_schedule(schedule: str | None) -> None:
+    if schedule not in (None, *SCHEDULES):
+        raise InputError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}.")
 
 
 def _read(origin: Path, file: str) -> str:

@@ -70,6 +70,7 @@ def test_marks_may_be_longer_and_blanks_at_ends_do_not_count() -> None:
         (block("int bb;\n", ""), r"no line 'int bb;'; nearest is line 2: 'int b;'"),
         (block("int b;\nint b;\n", ""), r"has each of them, but not one after the other"),
         (block("int c;\n", ""), r"no line 'int c;'; nearest is line 5: '    int c;'"),
+        (block("char* name;\n", ""), r"no line 'char\* name;'\.$"),
         (block("int b;\n", "") + block("int b;\nint a;\n", ""), r"line 7: .*apart.*line 2"),
     ],
 )
