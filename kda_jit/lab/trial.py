@@ -34,7 +34,11 @@ class Check(Shown):
     def __rich__(self) -> RenderableType:
         lines = []
         for schedule, report in self.reports.items():
-            verdict = "holds every law" if report.passed else f"breaks {len(report.broken)} cells"
+            verdict = (
+                "holds every law"
+                if report.passed
+                else f"breaks {len(report.broken)} of {report.tried} cells"
+            )
             if not report.tried:
                 reasons = {cell.words for cell in report.cells}
                 verdict = f"was not tried: {'; '.join(sorted(reasons))}"

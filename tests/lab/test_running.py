@@ -19,8 +19,9 @@ from kda_jit.bench.gate import WrongResult
 from kda_jit.bench.timer import Profile
 from kda_jit.errors import DeviceError, InputError
 from kda_jit.jit import sources
-from kda_jit.lab import contest, running
-from kda_jit.testing import Case
+from kda_jit.lab import contest, running, trial
+from kda_jit.testing import Case, Inputs
+from kda_jit.testing.faults import FAULTS
 from kda_jit.testing.runner import Runner
 
 from .conftest import HEADER, needs_nvrtc
@@ -253,3 +254,38 @@ def test_other_threads_compile_the_shipped_kernels_meanwhile(mine: lab.Variant) 
         keys["mine"] = compile_spec(spec).key
     thread.join()
     assert keys["other"] == compile_spec(spec).key != keys["mine"]
+
+
+class Torch(Runner):
+    """Stands in for the variant's runner: the torch backend on the CPU, and the schedule it saw."""
+
+    seen: list[str] = []  # noqa: RUF012
+
+    def __init__(self, name: str, device: torch.device, variant: lab.Variant) -> None:
+        super().__init__("torch", torch.device("cpu"))
+
+    def prefill(self, inputs: Inputs, **buffers: object) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen.append(settings.schedule())
+        return super().prefill(inputs, **buffers)
+
+
+def test_a_check_tries_the_laws_under_each_schedule(
+    mine: lab.Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "need_gpu", lambda caller: DEVICE)
+    monkeypatch.setattr(trial, "schedules_here", lambda *asked: ["portable", "hopper"])
+    monkeypatch.setattr(trial, "VariantRunner", Torch)
+    monkeypatch.setattr(Torch, "seen", [])
+    few = {"laws": ["recurrence", "scale"], "regimes": ["random"]}
+    good = lab.check(mine, **few)
+    assert good.passed
+    assert list(dict.fromkeys(Torch.seen)) == ["portable", "hopper"]
+    assert "mine, hopper: holds every law" in str(good)
+    with FAULTS["dropped_beta"]():
+        bad = lab.check(mine, **few)
+    assert not bad.passed
+    assert "mine, portable: breaks 1 of 2 cells" in str(bad)
+    assert "recurrence x random: out: relative RMS error" in str(bad)
+    none = lab.check(mine, laws=["graph"], regimes=["random"])
+    assert not none.passed
+    assert "was not tried: a CUDA graph needs a GPU" in str(none)
