@@ -206,11 +206,11 @@ def _check_schedule(schedule: str | None) -> None:
 
 
 def _read(origin: Path, file: str) -> str:
-    try:
-        return (origin / file).read_text()
-    except OSError:
-        names = sorted(p.relative_to(origin).as_posix() for p in origin.rglob("*.cu*"))
-        raise InputError(f"base: expected one of {', '.join(names)}, got {file!r}.") from None
+    """A source under `origin`, by the name that it has there and by no other."""
+    names = sorted(path.relative_to(origin).as_posix() for path in origin.rglob("*.cu*"))
+    if file not in names:
+        raise InputError(f"base: expected one of {', '.join(names)}, got {file!r}.")
+    return (origin / file).read_text()
 
 
 def _copy(origin: Path) -> SourceTree:

@@ -90,6 +90,7 @@ def test_its_folder_goes_with_it(changed: lab.Variant) -> None:
         ({"name": "x", "source": "", "patch": PATCH}, r"expected one of them, got both or none"),
         ({"name": "x", "patch": PATCH}, r"base: expected a file of kernels_src"),
         ({"name": "x", "base": "sm80/no.cu", "source": ""}, rf"base: .*{HEADER}.*'sm80/no\.cu'"),
+        ({"name": "x", "base": "../kernels_src/" + HEADER, "source": ""}, r"base: .*'\.\./kernels"),
         ({"name": "x", "base": HEADER, "source": "", "schedule": "no"}, r"schedule: .*portable"),
         (
             {"name": "x", "base": UNREAD, "source": "", "schedule": "portable"},
