@@ -59,8 +59,8 @@ def test_help_names_every_command(call):
         assert re.search(rf"^\W*{command.usage.split()[0]}\b", text, re.MULTILINE)
     usages = {c.usage.partition(" [")[0] for c in describe()}
     assert usages == {
-        "doctor", "info", "explain", "compile", "cache info", "cache clear", "run INPUTS", "compare A B INPUTS", "verify",
-        "demo",
+        "doctor", "info", "explain", "compile", "cache info", "cache clear", "run INPUTS",
+        "compare A B INPUTS", "verify", "demo",
     }  # fmt: skip
 
 

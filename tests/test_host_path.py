@@ -260,9 +260,11 @@ def test_addresses_are_those_of_the_problem():
 class FakeKernel:
     def __init__(self, name, launches):
         self.name, self.launches = name, launches
+        self.cooperative = None  # the last launch
 
-    def launch(self, grid, block, smem, stream, args, *, pdl=False):
+    def launch(self, grid, block, smem, stream, args, *, pdl=False, cooperative=False):
         self.launches.append((self, grid, stream, bytes(args)))
+        self.cooperative = cooperative
 
 
 @pytest.fixture
@@ -343,6 +345,15 @@ def test_the_environment_is_read_at_each_call(machine, monkeypatch):
     assert last_launch().target == "sm_80"
 
 
+def test_the_ctas_of_a_pipeline_and_of_nothing_else_start_together(machine, monkeypatch):
+    for name, together in (("pipeline", True), ("hopper", False), ("hopper_single", False)):
+        monkeypatch.setenv(settings.SCHEDULE.name, name)
+        machine.run(**call(T=4096))
+        assert last_launch().schedule == name
+        kernels = [kernel for kernel, *_ in machine.launches[-2:]]
+        assert [kernel.cooperative for kernel in kernels] == [False, together]
+
+
 def test_auto_takes_its_schedule_by_the_sizes_of_the_call(machine, monkeypatch):
     """Two sequences of two heads: eight chains."""
     seen = []
@@ -356,6 +367,12 @@ def test_auto_takes_its_schedule_by_the_sizes_of_the_call(machine, monkeypatch):
         seen.append((last_launch().schedule, kernels[1]))
     single = ("hopper_single", "kda_recurrence_single")
     assert seen == [single, ("hopper", "kda_recurrence")]
+    monkeypatch.setattr(cuda, "_sm_count", lambda index: 132)
+    machine.run(**call(T=8192))
+    assert last_launch().schedule == "hopper_single"  # two sequences
+    one = {"cu_seqlens": torch.tensor([0, 8192]), "initial_state": None, "final_state": None}
+    machine.run(**call(T=8192, **one))
+    assert last_launch().kernels == ("kda_pipeline_begin", "kda_pipeline")
     for target in ("sm_80", "sm_100a", "sm_120a"):
         monkeypatch.setenv(settings.ARCH.name, target)
         machine.run(**call(T=4096))

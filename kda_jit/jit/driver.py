@@ -23,6 +23,7 @@ FUNC_MAX_DYNAMIC_SMEM = 8
 FUNC_SMEM_CARVEOUT = 9  # percent of the most there is; -1: as the driver likes
 DEVICE_SMEM_OPTIN = 97
 
+_COOPERATIVE = 2
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
@@ -54,9 +55,16 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-def pdl_attribute() -> LaunchAttribute:
-    """Attribute that lets a kernel start before the one ahead of it on the stream has ended."""
-    return LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+def launch_attributes() -> ctypes.Array[LaunchAttribute]:
+    """Two attributes, of which a launch takes the first, the second, both or none.
+
+    0   the kernel may start before the one ahead of it on the stream has ended
+    1   cooperative: its blocks are resident all together, or none of them is yet
+    """
+    return (LaunchAttribute * 2)(
+        LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1),
+        LaunchAttribute(id=_COOPERATIVE, value=1),
+    )
 
 
 class Driver:

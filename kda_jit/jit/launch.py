@@ -16,11 +16,11 @@ from kda_jit.jit.driver import Driver, LaunchConfig
 class _Prepared:
     """What a launch hands to the driver, and for which request it is filled in."""
 
-    __slots__ = ("_attribute", "args", "config", "config_ref", "params", "request")
+    __slots__ = ("args", "attributes", "config", "config_ref", "params", "request")
 
     def __init__(self) -> None:
-        self._attribute = cuda.pdl_attribute()
-        self.config = LaunchConfig(block_y=1, block_z=1, attributes=ctypes.pointer(self._attribute))
+        self.attributes = cuda.launch_attributes()
+        self.config = LaunchConfig(block_y=1, block_z=1)
         self.config_ref = ctypes.byref(self.config)
         # kernelParams: a pointer to the one struct, of which the driver copies all that the
         # kernel declares.
@@ -122,6 +122,7 @@ class Kernel:
         args: ctypes.Structure | ctypes.Array[Any] | bytes | None = None,
         *,
         pdl: bool = False,
+        cooperative: bool = False,
     ) -> None:
         """Enqueue the kernel on `stream`; never waits for it.
 
@@ -134,13 +135,14 @@ class Kernel:
                   None for a kernel without parameters.
         pdl       programmatic dependent launch: may start before its predecessor ends, so the
                   kernel itself must wait (griddepcontrol.wait) before it reads what that one writes
+        cooperative  no block starts before all can: they may wait for each other
 
         Raises LaunchError with the driver's error, and where `args` has another size than the
         kernel's parameters.
         """
         prepared = self._frame.prepared
         # Launches that follow each other mostly ask for the same; a field costs 45 ns to set.
-        request = (*grid, block, smem, stream, pdl)
+        request = (*grid, block, smem, stream, pdl, cooperative)
         if request != prepared.request:
             prepared.request = None  # until every field is set
             config = prepared.config
@@ -148,7 +150,8 @@ class Kernel:
             config.block_x = block
             config.smem = smem
             config.stream = stream
-            config.num_attributes = pdl
+            config.num_attributes = pdl + cooperative
+            config.attributes = ctypes.pointer(prepared.attributes[0 if pdl else 1])
             prepared.request = request
         if args is not prepared.args:
             self._take(args, prepared)

@@ -281,6 +281,52 @@ def test_seven_uneven_prompts_of_many_heads(way: Any, initial: bool, final: bool
     assert out.isfinite().all()
 
 
+# The filler's recurrence holds half of the SMs when two calls of different priority come: what of
+# the first one finds room runs, and the second takes the SMs that the filler leaves.
+_HALF_A_GPU_EACH = """
+import os, time, torch
+import kda_jit
+from kda_jit.testing import Case
+
+sms = torch.cuda.get_device_properties(0).multi_processor_count
+filler = Case(seed=0, lengths=(64,), heads=sms // 4).tensors("cuda")
+times = 131072 // 64
+long = [y.repeat(1, times, *[1] * (y.dim() - 2)) for y in filler.args]
+more = filler.kwargs | {"cu_seqlens": torch.tensor([0, 131072], device="cuda", dtype=torch.int32)}
+calls = [Case(seed=i, lengths=(8192,), heads=16).tensors("cuda") for i in (1, 2)]
+streams = [torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-5)]
+background = torch.cuda.Stream(priority=0)
+
+def call(schedule, args, kwargs, stream):
+    os.environ["KDA_JIT_SCHEDULE"] = schedule
+    with torch.cuda.stream(stream):
+        result = kda_jit.prefill(*args, **kwargs, backend="cuda")
+    assert kda_jit.last_launch().schedule == schedule
+    return result
+
+want = [call("pipeline", x.args, x.kwargs, s) for x, s in zip(calls, streams)]
+call("hopper_single", long, more, background)
+torch.cuda.synchronize()
+for wait in [0.0005 * i for i in range(10)]:
+    call("hopper_single", long, more, background)
+    time.sleep(wait)
+    for _ in range(3):
+        got = [call("pipeline", x.args, x.kwargs, s) for x, s in zip(calls, streams)]
+    torch.cuda.synchronize()
+    for a, b in zip(want, got):
+        assert all(torch.equal(x, y) for x, y in zip(a, b))
+print("both ended")
+"""
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+    reason="the pipeline is for capability 9.0",
+)
+def test_two_pipelines_of_different_priority_do_not_wait_for_each_other(python: Any) -> None:
+    assert "both ended" in python(_HALF_A_GPU_EACH, timeout=60)
+
+
 @pytest.mark.parametrize("last", [1, 2, 15, 16, 17])
 def test_short_sequence_after_a_long_one(way: Any, last: int) -> None:
     x = drawn(torch.tensor([8191, last]), 4, 12)

@@ -151,6 +151,15 @@ def test_struct_of_another_size_is_refused() -> None:
     torch.cuda.synchronize()
 
 
+def test_blocks_that_are_to_start_together_have_to_fit() -> None:
+    found = kernel("nothing")
+    found.launch((8, 1, 1), 32, 0, stream(), cooperative=True)
+    with pytest.raises(LaunchError, match="COOPERATIVE_LAUNCH_TOO_LARGE"):
+        found.launch((1 << 20, 1, 1), 32, 0, stream(), cooperative=True)
+    found.launch((1 << 20, 1, 1), 32, 0, stream())
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("pdl", [False, True])
 def test_side_stream_keeps_order_and_leaves_the_default_stream_alone(pdl: bool) -> None:
     if pdl and torch.cuda.get_device_capability() < (9, 0):
