@@ -367,12 +367,6 @@ def test_auto_takes_its_schedule_by_the_sizes_of_the_call(machine, monkeypatch):
         seen.append((last_launch().schedule, kernels[1]))
     single = ("hopper_single", "kda_recurrence_single")
     assert seen == [single, ("hopper", "kda_recurrence")]
-    monkeypatch.setattr(cuda, "_sm_count", lambda index: 132)
-    machine.run(**call(T=8192))
-    assert last_launch().schedule == "hopper_single"  # two sequences
-    one = {"cu_seqlens": torch.tensor([0, 8192]), "initial_state": None, "final_state": None}
-    machine.run(**call(T=8192, **one))
-    assert last_launch().kernels == ("kda_pipeline_begin", "kda_pipeline")
     for target in ("sm_80", "sm_100a", "sm_120a"):
         monkeypatch.setenv(settings.ARCH.name, target)
         machine.run(**call(T=4096))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kda_jit.backends.policy import one_chain_an_sm, pipeline_pays
+from kda_jit.backends.policy import one_chain_an_sm
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 RUN = json.loads((RESULTS / "h200-2026-11-30-schedules.json").read_text())
@@ -37,18 +37,3 @@ def test_what_is_taken_is_within_5_percent_of_the_faster(row):
 def test_where_it_turns(N, HV, sm_count, single):
     """At one chain an SM, an eighth more for several sequences."""
     assert one_chain_an_sm(N, HV, sm_count) is single
-
-
-@pytest.mark.parametrize(
-    "tokens, N, HV, sm_count, pays",
-    [
-        (8192, 1, 16, 132, True),
-        (8191, 1, 16, 132, False),
-        (65536, 1, 1, 132, True),
-        (65536, 1, 17, 132, False),
-        (65536, 2, 8, 132, False),
-        (65536, 1, 16, 114, False),
-    ],
-)
-def test_a_pipeline_is_for_one_long_sequence_of_few_heads(tokens, N, HV, sm_count, pays):
-    assert pipeline_pays(tokens, N, HV, sm_count) is pays

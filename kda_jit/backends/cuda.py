@@ -19,7 +19,7 @@ from kda_jit import settings
 from kda_jit.backends.base import LaunchRecord, Query, device_capability, record_launch
 from kda_jit.backends.cuda_rules import cuda_rejections
 from kda_jit.backends.pipeline import PipelinePlan, plan_pipeline
-from kda_jit.backends.policy import one_chain_an_sm, pipeline_pays
+from kda_jit.backends.policy import one_chain_an_sm
 from kda_jit.errors import InputError
 from kda_jit.jit import KernelSpec, arch_for, arch_named, load
 from kda_jit.jit.launch import Kernel
@@ -98,7 +98,7 @@ HOPPER = Schedule(
 HOPPER_SINGLE = Schedule(
     "hopper_single",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence_single", 192, 216064)),
+    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence_single", 160, 216064)),
     (9,),
 )
 PIPELINE = Schedule(
@@ -239,7 +239,7 @@ def _choose(
 ) -> tuple[Schedule, PipelinePlan | None]:
     """The schedule that the environment asks for by name, else the best one for the sizes."""
     if asked == "auto":
-        return _best(target, device_index, tokens, N, HV)
+        asked = _best(target, device_index, N, HV).name
     if asked not in SCHEDULES:
         raise InputError(
             f"{settings.SCHEDULE.name}: expected auto, {', '.join(SCHEDULES)}, got {asked!r}."
@@ -251,17 +251,11 @@ def _choose(
     return (schedule, plan) if plan is not None else (HOPPER, None)
 
 
-def _best(
-    target: str, device_index: int, tokens: int, N: int, HV: int
-) -> tuple[Schedule, PipelinePlan | None]:
+def _best(target: str, device_index: int, N: int, HV: int) -> Schedule:
     if arch_named(target).cc[0] not in HOPPER.capabilities:
-        return PORTABLE, None
-    sm_count = _sm_count(device_index)
-    if pipeline_pays(tokens, N, HV, sm_count):
-        plan = plan_pipeline(tokens, N, HV, sm_count)
-        if plan is not None:
-            return PIPELINE, plan
-    return (HOPPER_SINGLE if one_chain_an_sm(N, HV, sm_count) else HOPPER), None
+        return PORTABLE
+    single = one_chain_an_sm(N, HV, _sm_count(device_index))
+    return HOPPER_SINGLE if single else HOPPER
 
 
 @lru_cache(maxsize=64)

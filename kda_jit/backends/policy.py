@@ -1,21 +1,14 @@
 """Which schedule for Hopper `auto` takes: a pure function of sizes.
 
 `hopper` runs a head on an SM, both halves of V on the same stage images; `hopper_single` one half,
-faster, on twice as many; `pipeline` prepares on some SMs while others run the recurrence, which
-pays where the recurrence needs few of them for long. The thresholds lie between cases of
-benchmarks/results/h200-2026-11-30-schedules.json, which are named beside them.
+faster, on twice as many. The threshold lies between cases of
+benchmarks/results/h200-2026-11-30-schedules.json, which are named beside it.
+
+`pipeline` is not taken: it gains 10 % where one long sequence has few heads (1x16384_h16) and
+nothing elsewhere, and waits until every SM is free (docs/notes/hopper.md).
 """
 
 from __future__ import annotations
-
-#: Below, a pipeline has hardly begun to flow (1x512_h12).
-PIPELINE_TOKENS = 8192
-
-
-def pipeline_pays(tokens: int, N: int, HV: int, sm_count: int) -> bool:
-    """Whether `pipeline` is taken: for a long sequence whose chains need a quarter of the SMs."""
-    chains = 2 * HV
-    return N == 1 and tokens >= PIPELINE_TOKENS and chains <= sm_count // 4
 
 
 def one_chain_an_sm(N: int, HV: int, sm_count: int) -> bool:

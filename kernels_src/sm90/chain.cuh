@@ -1,6 +1,5 @@
-// A chain: the recurrence of 64 of V's columns of one (sequence, value head), chunk after chunk, by a warpgroup that computes,
-// a warp that moves its columns of V and O, and a warp that moves stage images. Both halves of V may run side by side on the same
-// images: then two each of the former two.
+// A chain: the recurrence of 64 of V's columns of one (sequence, value head), chunk after chunk, by a warpgroup that computes
+// and a warp that moves data. Both halves of V may run side by side on the same stage images: then two of each.
 //
 //   X = S k_decayed     R = V - X     O = S q_decayed + R A_q     S' = D S + A_k^T R       (S, X, R, O transposed: V first)
 //
@@ -16,6 +15,7 @@
 // an earlier batch is in flight. All else that is not arithmetic is the movers'. Two barriers a stage join the two:
 //   full    movers -> compute: the image and V's columns are here
 //   empty   compute -> movers: the stage has been read, and O lies where V's columns were
+// The first mover also moves the images.
 //
 // f16 range. A new choice of units needs the state's exact maximum, which costs time on the chain. So each warp keeps a bound instead: the
 // rule is a contraction, |s'|^2 <= |s|^2 + v^2 a token for each row s of S^T. It grows by 32 max(v)^2 a chunk, and only when it comes near
@@ -66,7 +66,7 @@ struct ChainUnit {
     int n, hv, half, place;
 };
 
-// Where stage images come from; the image mover asks, for one chunk after another. This one: the workspace that an earlier grid filled.
+// Where stage images come from; the first mover asks, for one chunk after another. This one: the workspace that an earlier grid filled.
 struct WorkspaceSource {
     const u8* images;  // of the sequence's first chunk
     i64 pitch;         // bytes to the next chunk's
@@ -90,37 +90,10 @@ KDA_DEVICE void init_chains(ChainSmem<kStages>& smem, int chains) {
     mbarrier_init_fence();
 }
 
-// The image mover's part of `unit`, by one warp: fills stages with images.
+// The mover's part of `unit`, by one warp: fills stages, and takes O out of them.
 template <int kStages, typename Source>
-KDA_DEVICE void move_images(const KdaArgs& args, const ChainUnit& unit, const Source& source, ChainSmem<kStages>& smem,
-                            ChainRing<kStages>& ring) {
-    const int num_chunks = load_sequence(args, unit.n).num_chunks;
-    auto fill = [&](int c, u32 stage) {
-        const u32 full = shared_address(smem.full) + stage * static_cast<u32>(sizeof(u64));
-        source.wait(c);
-        const u8* image = source.image(c);
-        if ((threadIdx.x & 31) == 0) {
-            mbarrier_arrive_expect_bytes(full, kStageBytes);
-            bulk_copy(shared_address(smem.stage) + stage * static_cast<u32>(sizeof(smem.stage[0])), image, kStageBytes, full);
-        }
-        __syncwarp();
-    };
-    {
-        ChainRing<kStages> ahead = ring;
-        for (int c = 0; c < min(kStages, num_chunks); ++c, ahead.advance()) fill(c, ahead.stage);
-    }
-#pragma unroll 1
-    for (int c = 0; c < num_chunks; ++c, ring.advance()) {
-        mbarrier_wait(shared_address(&smem.empty[ring.stage]), ring.parity);
-        // Whoever has done with chunk c has seen that the next one has landed.
-        if (Source::kReused) source.consumed(min(c + 1, num_chunks - 1));
-        if (c + kStages < num_chunks) fill(c + kStages, ring.stage);
-    }
-}
-
-// A column mover's part of `unit`, by one warp: brings V's columns to the stages, and takes O out of them.
-template <int kStages>
-KDA_DEVICE void move_columns(const KdaArgs& args, const ChainUnit& unit, ChainSmem<kStages>& smem, ChainRing<kStages>& ring) {
+KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Source& source, ChainSmem<kStages>& smem,
+                           ChainRing<kStages>& ring) {
     constexpr int kRows = 4, kSteps = kChunk / kRows;  // rows a step; a thread refills just the rows that it has read
     const int thread = threadIdx.x & 31, row = thread / 8, piece = thread % 8;
     const Sequence seq = load_sequence(args, unit.n);
@@ -129,16 +102,27 @@ KDA_DEVICE void move_columns(const KdaArgs& args, const ChainUnit& unit, ChainSm
     u16* out = args.out + seq.batch * args.out_batch + seq.first * args.out_token + column;
 
     auto fill = [&](int c, u32 stage) {
+        const u32 full = shared_address(smem.full) + stage * static_cast<u32>(sizeof(u64));
+        const u32 to = shared_address(smem.stage) + stage * static_cast<u32>(sizeof(smem.stage[0]));
+        if (unit.place == 0) {
+            source.wait(c);
+            const u8* image = source.image(c);
+            if (thread == 0) {
+                mbarrier_arrive_expect_bytes(full, kStageBytes);
+                bulk_copy(to, image, kStageBytes, full);
+            }
+            __syncwarp();
+        }
         const Chunk chunk = chunk_of(seq, c);
         const u16* from = v + (chunk.start + row) * args.v_token;
-        const u32 tile = shared_address(smem.stage[stage].v[unit.place]);
+        const u32 tile = to + kImageBytes + unit.place * kChainTile;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
             const bool live = row + kRows * i < chunk.valid;
             cp_async_16_or_zero(tile + tile_offset(row + kRows * i, piece), live ? from : args.v, live);
             from += kRows * args.v_token;
         }
-        mbarrier_arrive_after_cp_async(shared_address(smem.full) + stage * static_cast<u32>(sizeof(u64)));
+        mbarrier_arrive_after_cp_async(full);
     };
     {
         ChainRing<kStages> ahead = ring;
@@ -150,6 +134,8 @@ KDA_DEVICE void move_columns(const KdaArgs& args, const ChainUnit& unit, ChainSm
         const Chunk chunk = chunk_of(seq, c);
         u16* to = out + (chunk.start + row) * args.out_token;
         mbarrier_wait(shared_address(&smem.empty[ring.stage]), ring.parity);
+        // Whoever has done with chunk c has seen that the next one has landed.
+        if (Source::kReused && unit.place == 0) source.consumed(min(c + 1, seq.num_chunks - 1));
         Quad32 rows[kSteps];
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) rows[i] = load_quad(tile + tile_offset(row + kRows * i, piece));

@@ -8,7 +8,7 @@
 // launch  kda_pipeline_begin  1 CTA: zeroes the flags
 //         kda_pipeline        grid = SMs, 384 threads, kPipelineSmem; after it, on the same stream
 // roles   a ticket decides: producer CTAs prepare six chunks at a time, two warps each; consumer CTAs run up to two chains, a
-//         warpgroup that computes and a warp that moves V and O each, a warp for the images, and registers from these to the former
+//         warpgroup that computes and a warp that moves data each, and give registers of the latter's warpgroup to the former
 // order   lane = (group of sequences, head): its chunks run one after another, in two chains (halves of V); lanes run
 //         beside each other. Producers take chunks of all lanes in turn: chunk 0 of every lane, chunk 1, ...
 // ring    each lane has `ring` stage images; a producer writes the image of chunk i when both chains are past chunk i - ring
@@ -241,7 +241,7 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
     }
 }
 
-// Images from the ring of a lane, one sequence at a time; asked by the image mover, in order.
+// Images from the ring of a lane, one sequence at a time; asked by the first mover, in order.
 struct RingSource {
     const u8* ring;     // the lane's images
     const u32* ready;   // and their flags
@@ -315,31 +315,25 @@ KDA_DEVICE void compute(const PipelineArgs& args, ConsumerSmem& smem, const Cons
             compute_chain(args.kda, ChainUnit{n, hv, role.half + place, place}, smem.chains, ring);
     }
 }
-// The i-th warp after the warpgroups moves the columns of chain i,
-KDA_DEVICE void move(const PipelineArgs& args, ConsumerSmem& smem, const ConsumerRole& role, int place) {
-    ChainRing<kStages> ring;
-    for (int hv = role.lane % args.heads_beside; hv < args.kda.HV; hv += args.heads_beside) {
-        for (int n = smem.group.first; n < smem.group.last; ++n)
-            move_columns(args.kda, ChainUnit{n, hv, role.half + place, place}, smem.chains, ring);
-    }
-}
-// and the one after those the images.
-KDA_DEVICE void move_images(const PipelineArgs& args, ConsumerSmem& smem, const ConsumerRole& role) {
+// The i-th warp after the warpgroups moves the data of chain i.
+KDA_DEVICE void move(const PipelineArgs& args, ConsumerSmem& smem, const ConsumerRole& role) {
     const KdaArgs& kda = args.kda;
+    const int place = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - 4 * kChains;
+    if (place >= args.chains_per_cta) return;
     const Group& group = smem.group;
     ChainRing<kStages> ring;
     RingSource source{kda.workspace + static_cast<i64>(role.lane) * args.ring * kStageBytes, ready_flag(args, role.lane, 0),
                       consumed_counters(args, role.lane) + role.half, args.ring, 0, 0, 0, 0};
     // Two chains take their images together: the other counter holds nobody back.
-    if (args.chains_per_cta == 2 && (threadIdx.x & 31) == 0) store_relaxed(source.taken + 1, 0x7fffffff);
-    for (int hv = role.lane % args.heads_beside; hv < kda.HV; hv += args.heads_beside) {
+    if (place == 0 && args.chains_per_cta == 2 && (threadIdx.x & 31) == 0) store_relaxed(source.taken + 1, 0x7fffffff);
+    int before = 0;  // numbers of the heads that are done
+    for (int hv = role.lane % args.heads_beside; hv < kda.HV; hv += args.heads_beside, before += group.slots) {
         for (int n = group.first; n < group.last; ++n) {
-            const int before = hv / args.heads_beside * group.slots;  // numbers of the heads that are done
-            source.begin(before + static_cast<int>(slot_base(kda, n) - group.base));
-            move_images(kda, ChainUnit{n, hv, 0, 0}, source, smem.chains, ring);
+            if (place == 0) source.begin(before + static_cast<int>(slot_base(kda, n) - group.base));
+            move_chain(kda, ChainUnit{n, hv, role.half + place, place}, source, smem.chains, ring);
         }
     }
-    source.skip_to(0x7fffffff);
+    if (place == 0) source.skip_to(0x7fffffff);
 }
 
 KDA_DEVICE void consume(const PipelineArgs& args, ConsumerSmem& smem, int consumer) {
@@ -358,11 +352,7 @@ KDA_DEVICE void consume(const PipelineArgs& args, ConsumerSmem& smem, int consum
         compute(args, smem, role);
     } else {
         lower_registers<88>();
-        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - 4 * kChains;
-        if (warp < args.chains_per_cta)
-            move(args, smem, role, warp);
-        else if (warp == kChains)
-            move_images(args, smem, role);
+        move(args, smem, role);
     }
 }
 

@@ -20,7 +20,7 @@ import kda_jit
 from kda_jit import jit
 from kda_jit.backends.cuda import SCHEDULES
 from kda_jit.backends.pipeline import plan_pipeline
-from kda_jit.backends.policy import one_chain_an_sm, pipeline_pays
+from kda_jit.backends.policy import one_chain_an_sm
 from kda_jit.testing import Case, Inputs
 from kda_jit.workspace import stage_slots, workspace_specs
 
@@ -503,7 +503,7 @@ def test_misspelt_schedule_lists_those_there_are(
         kda_jit.prefill(*x.args, **x.kwargs, backend="cuda")
 
 
-@pytest.mark.parametrize("lengths", [(40,), (1500,), (9000,), (1100, 1000, 1200), (2048,) * 10])
+@pytest.mark.parametrize("lengths", [(40,), (1500,), (1100, 1000, 1200), (2048,) * 10])
 def test_auto_follows_the_policy_and_changes_no_bit(
     lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,8 +514,6 @@ def test_auto_follows_the_policy_and_changes_no_bit(
     sm_count = torch.cuda.get_device_properties(x.q.device).multi_processor_count
     sizes = len(lengths), 8, sm_count
     best = "hopper_single" if one_chain_an_sm(*sizes) else "hopper"
-    if pipeline_pays(sum(lengths), *sizes):
-        best = "pipeline"
     found = {}
     for name in ("auto", "hopper", "hopper_single", "pipeline"):
         monkeypatch.setenv("KDA_JIT_SCHEDULE", name)
