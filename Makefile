@@ -72,7 +72,7 @@ compile: $(READY)
 	$(PY) -m kda_jit compile $(if $(ARCH),--arch $(ARCH))
 
 bench: $(READY)
-	$(PY) -m kda_jit.bench $(if $(CASE),--case $(CASE)) $(ARGS)
+	$(PY) -m kda_jit bench $(if $(CASE),--case $(CASE)) $(ARGS)
 
 notebooks: $(READY)
 	$(PY) notebooks/run.py --save $(ARGS)

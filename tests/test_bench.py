@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from kda_jit.backends.base import LaunchRecord, last_launch, record_launch
-from kda_jit.bench import gate, lineup, machine, peers, registry, report, run, subject, timer
+from kda_jit.bench import gate, lineup, machine, peers, registry, report, rows, subject, timer, wall
 from kda_jit.bench.cases import BenchCase
 from kda_jit.bench.lineup import Lineup
 from kda_jit.bench.registry import ACCURACY, SPEED
@@ -105,7 +106,83 @@ def test_select_by_suite_and_pattern():
         registry.select(["flashkda"], ["1x64*", "nine"])
 
 
+def test_suites_are_those_that_are_documented():
+    assert registry.SUITE_NAMES == (
+        "seed", "flashkda", "flashinfer-h12", "long", "ragged", "decode", "layer", "small",
+        "accuracy",
+    )  # fmt: skip
+    assert [c.name for c in registry.SUITES["seed"]] == [
+        "8x2048_h16", "4x8192_h16", "1x16384_h16",
+    ]  # fmt: skip
+    assert {c.heads for c in registry.SUITES["flashinfer-h12"]} == {12}
+    assert len(registry.SUITES["flashinfer-h12"]) == 6
+    assert min(max(c.lengths) for c in registry.SUITES["long"]) >= 4096
+    assert all(len(set(c.lengths)) > 1 for c in registry.SUITES["ragged"])
+    assert sum(c.tokens * c.heads for c in registry.SUITES["small"]) < 4000
+
+
+def test_a_name_is_one_case_in_every_suite():
+    by_name = {}
+    for suite, cases in registry.SUITES.items():
+        assert len({case.name for case in cases}) == len(cases), suite
+        for case in cases:
+            assert by_name.setdefault(case.name, case) == case
+    speed, _ = registry.select(registry.SUITE_NAMES)
+    assert speed == list(by_name.values())
+
+
+@pytest.mark.parametrize(
+    "text, name, lengths",
+    [
+        ("300,17,4096", "300+17+4096_h4", (300, 17, 4096)),
+        ("64", "1x64_h4", (64,)),
+        ("8, 8,8", "3x8_h4", (8, 8, 8)),
+        ("0,5,5,0", "0+2x5+0_h4", (0, 5, 5, 0)),
+    ],
+)
+def test_lengths_of_ones_own_are_a_case(text, name, lengths):
+    assert registry.cases_of([text], 4) == [BenchCase(name, lengths, 4)]
+
+
+@pytest.mark.parametrize(
+    "text, heads, words",
+    [
+        ("300;17", 4, "lens: expected lengths such as 300,17,4096, got '300;17'"),
+        ("3,,4", 4, "lens: expected lengths"),
+        ("-3", 4, "lens: expected lengths"),
+        ("0,0", 4, "lens: expected a token at least, got '0,0'"),
+        ("3", 0, "heads: expected at least 1, got 0"),
+    ],
+)
+def test_lengths_that_are_none_are_refused(text, heads, words):
+    with pytest.raises(InputError, match=words):
+        registry.cases_of([text], heads)
+
+
 # --- timer ------------------------------------------------------------------------------------
+
+
+def test_wall_time_of_calls_in_turns():
+    called = []
+
+    def contender(name, seconds):
+        def call():
+            called.append(name)
+            time.sleep(seconds)
+
+        return timer.Contender(name, call)
+
+    found = wall.WallTimer(budget_ms=1.0).measure([contender("a", 0.002), contender("b", 0.006)])
+    assert called == ["a", "b", *(["a", "b", "b", "a"] * 3)[: 2 * wall.ROUNDS[0]]]
+    assert 2000 <= found["a"]["p10"] <= found["a"]["us"] <= found["a"]["p90"]
+    assert found["b"]["us"] >= 6000
+    assert found["a"].keys() == {"us", "p10", "p90", "runs"}
+    assert found["a"]["runs"] == wall.ROUNDS[0]
+
+
+def test_wall_bandwidth_counts_both_ways(monkeypatch):
+    monkeypatch.setattr(wall, "_microseconds", lambda call: 2.0)
+    assert wall.WallTimer().bandwidth(nbytes=4000) == pytest.approx(4e9)
 
 
 def test_median_and_percentiles():
@@ -255,6 +332,8 @@ class FakeTimer:
     def host(self, contender, gpu_us):
         return HostTiming(3.0, 11.0)
 
+    measure = timer.Timer.measure
+
     def profile(self, contender):
         found = dict.fromkeys(self.seen or last_launch().kernels, 4.0)
         return Profile(found, len(found))
@@ -288,7 +367,7 @@ def _no_schedule(monkeypatch):
 
 def time_small(timer=None, peer=None, ours=OURS):
     found = Lineup([ours], [peer or FakePeer()])
-    return run.time_case(SMALL, found, timer or FakeTimer(), 4e12, CPU)
+    return rows.time_case(SMALL, found, timer or FakeTimer(), 4e12, CPU)
 
 
 def test_row_has_times_floor_and_ratio():
@@ -338,14 +417,14 @@ class Wrong(Ours):
 
 
 def test_second_subject_that_is_wrong_leaves_the_first_its_time():
-    row = run.time_case(SMALL, Lineup([OURS, Wrong("torch")]), FakeTimer(), 4e12, CPU)
+    row = rows.time_case(SMALL, Lineup([OURS, Wrong("torch")]), FakeTimer(), 4e12, CPU)
     assert row["us"] == 10.0
     assert list(row["timings"]) == ["torch"]
     assert [note.partition(",")[0] for note in row["notes"]] == ["wrong"]
 
 
 def test_second_subject_does_not_stand_in_for_a_first_that_is_wrong():
-    row = run.time_case(SMALL, Lineup([Wrong("torch"), OURS]), FakeTimer(), 4e12, CPU)
+    row = rows.time_case(SMALL, Lineup([Wrong("torch"), OURS]), FakeTimer(), 4e12, CPU)
     assert row["failed"].startswith("wrong, short: out")
     assert "us" not in row
 
@@ -369,7 +448,7 @@ def test_peer_that_breaks_leaves_ours_its_time():
 
 
 def test_error_table_compares_with_float64():
-    row = run.table_errors(
+    row = rows.table_errors(
         registry.Case(seed=1, lengths=(80,), heads=1), [OURS, FakePeer(1.1)], CPU
     )
     assert row["rounding"] == pytest.approx(1.7e-3, rel=0.1)
@@ -472,6 +551,12 @@ def test_markdown_leaves_out_columns_that_no_row_has(a_run):
     assert "| g = -8 | 0.0017 / 0.0004 | 0.0017 |" in text
 
 
+def test_a_run_without_a_gpu_has_no_table_of_host_times(a_run):
+    text = report.text(a_run | {"gpu": "CPU", "conditions": "wall time, medians"})
+    assert text.startswith("CPU, torch 2.11, wall time, medians, copy 4.28 TB/s, commit 1a2b3c4")
+    assert "graph us" not in text
+
+
 def test_summary_is_the_geometric_mean_and_the_least():
     rows = [{"vs_fla": 2.0}, {"vs_fla": 8.0}, {"failed": "x"}]
     found = report.summary(rows)["vs_fla"]
@@ -485,7 +570,7 @@ def test_saved_run_is_what_the_readme_is_made_from(a_run, tmp_path):
     report.save(a_run, path)
     text = path.read_text()
     assert len([line for line in text.splitlines() if line.startswith('  {"case"')]) == 3
-    loaded = json.loads(text)
+    loaded = report.load(path)
     assert loaded["rows"][0]["tb_per_s"] == 2.1235
     assert loaded["accuracy"] == a_run["accuracy"]
 
@@ -498,25 +583,7 @@ def test_saved_run_is_what_the_readme_is_made_from(a_run, tmp_path):
     assert "| `one` | 123 | 2.12 | 50 % | 2.00x | 3.1e-03 |" in section
 
 
-# --- command ----------------------------------------------------------------------------------
-
-
-def test_command_lists_cases_and_puts_the_schedule_back(capsys, monkeypatch):
-    monkeypatch.setenv("KDA_JIT_SCHEDULE", "portable")
-    assert run.main(["--list", "--suite", "flashkda", "--case", "1x*_h12"]) == 0
-    assert capsys.readouterr().out.split() == ["1x512_h12", "1x8192_h12"]
-    assert subject.settings.schedule() == "portable"
-
-
-def test_command_refuses_an_unknown_case(capsys):
-    assert run.main(["--case", "nine"]) == 2
-    assert "InputError: case: expected one of 8x2048_h16" in capsys.readouterr().err
-
-
-@pytest.mark.skipif("torch.cuda.is_available()", reason="there is a GPU: it would measure")
-def test_command_needs_a_gpu(capsys):
-    assert run.main([]) == 2
-    assert "device: expected a CUDA GPU" in capsys.readouterr().err
+# --- machine ----------------------------------------------------------------------------------
 
 
 def test_schedules_are_those_of_the_gpu(monkeypatch):
@@ -535,9 +602,8 @@ def test_facts_name_the_machine_and_the_code(monkeypatch):
         name = "NVIDIA H200"
         major, minor, multi_processor_count, L2_cache_size = 9, 0, 132, 60 << 20
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
-    facts = machine.facts("1a2b3c4")
+    facts = machine.facts(torch.device("cuda", 0), "1a2b3c4")
     assert (facts["gpu"], facts["commit"]) == ("H200", "1a2b3c4")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", facts["date"])
     assert facts["device"]["capability"] == "9.0"
@@ -545,3 +611,6 @@ def test_facts_name_the_machine_and_the_code(monkeypatch):
     assert {"kda_jit", "nvrtc"} <= facts["versions"].keys()
     assert re.fullmatch(r"[0-9a-f]{12}", facts["sources"]["portable"])
     json.dumps(facts)
+    facts = machine.facts(CPU)
+    assert facts["gpu"] == "CPU"
+    assert facts["device"].keys() == {"name", "threads"}

@@ -5,7 +5,6 @@ No time is real. With TRITON_INTERPRET=1 the subjects are the Triton kernels, el
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from kda_jit.backends.base import LaunchRecord
-from kda_jit.bench import gate, lineup, registry, report, run, step_peers, vllm_sources
+from kda_jit.bench import gate, lineup, registry, report, rows, step_peers, timer, vllm_sources
 from kda_jit.bench.lineup import Contest, Lineup
 from kda_jit.bench.peers import FlashKDA
 from kda_jit.bench.registry import DECODE, LAYER
@@ -224,6 +223,8 @@ class FakeTimer:
     def host(self, contender, gpu_us):
         return HostTiming(3.0, 11.0)
 
+    measure = timer.Timer.measure
+
     def profile(self, contender):
         contender.call()
         record = getattr(contender.call, "record", None)
@@ -250,7 +251,7 @@ def test_a_row_compares_a_layer_with_others_and_with_its_parts():
         name = "other"
 
     ours, other = Layer("torch"), Other("torch")
-    row = run.time_case(
+    row = rows.time_case(
         BESIDE, Lineup([ours, other], [FakePeer()], [other]), FakeTimer(), 4e12, CPU
     )
     assert row["case"] == "beside"
@@ -285,7 +286,7 @@ def test_a_layer_that_is_wrong_on_a_part_alone_has_no_time(monkeypatch):
         return real(self, subject, baseline)
 
     monkeypatch.setattr(StepGate, "check", check)
-    row = run.time_case(BESIDE, Lineup([Layer("torch")]), FakeTimer(), 4e12, CPU)
+    row = rows.time_case(BESIDE, Lineup([Layer("torch")]), FakeTimer(), 4e12, CPU)
     assert row["failed"] == "wrong on decodes"
     assert "us" not in row
 
@@ -312,6 +313,8 @@ def test_lineups():
         "cuda, decodes apart",
         "cuda, decodes chunked",
     ]
+    assert names(Contest([Ours("torch")], []).lineup(DECODES).ours) == ["torch"]
+    assert names(Contest([Ours("torch")], []).lineup(PREFILLS).ours) == ["torch"]
     alone = Contest([Ours("triton")], []).lineup(PREFILLS)
     assert (names(alone.ours), list(alone.beside)) == (["triton"], [])
     assert names(contest.lineup(registry.SPEED[0]).ours) == ["cuda", "cuda/portable"]
@@ -320,6 +323,8 @@ def test_lineups():
 def test_peers_of_steps_say_why_they_are_not_here(monkeypatch, tmp_path):
     monkeypatch.delenv("KDA_JIT_FLASHKDA_SO", raising=False)
     assert lineup.find_all_peers(None, None, None) == ([], [])
+    with pytest.raises(InputError, match=r"peer: expected one of flashkda, fla, .* got 'flash'"):
+        lineup.find_all_peers(["flash"], None, None)
     with pytest.raises(InputError, match=r"peer: .* got 'vllm_kimi_k3': no --vllm-sources"):
         lineup.find_all_peers(["vllm_kimi_k3"], None, None)
     with pytest.raises(InputError, match=r"got 'vllm_glm5next': there is no .*kernels.py"):
@@ -483,54 +488,3 @@ def test_the_layer_of_vllm_computes_the_step(sources, monkeypatch, case):
     peer._recurrent._function.__globals__.update(CALLS=[], RUN=run_as_ours)
     x = case.inputs(CPU)
     gate.check_peer(peer, x, gate.run_once(Layer("torch"), x)[:2])
-
-
-# --- command ----------------------------------------------------------------------------------
-
-
-def test_command_lists_steps(capsys):
-    assert run.main(["--list", "--suite", "decode", "--suite", "layer", "--case", "*k7*"]) == 0
-    assert capsys.readouterr().out.split() == [
-        "verify_64_k7_h16", "step_verify_64_k7_h16", "step_2x1024_and_verify_64_k7_h16",
-        "step_verify_64_k7_h12", "step_2x1024_and_verify_64_k7_h12",
-    ]  # fmt: skip
-    assert run.main(["--list"]) == 0
-    assert "step" not in capsys.readouterr().out
-
-
-def test_command_writes_a_run_of_steps_after_each_case(monkeypatch, capsys, tmp_path):
-    written = []
-    facts = {"gpu": "G", "date": "2026-01-02", "commit": "c", "versions": {}}
-    facts["device"] = {"driver": ""}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch, "device", lambda *args: CPU)
-    monkeypatch.setattr(run.machine, "facts", lambda commit: dict(facts))
-    monkeypatch.setattr(run, "copy_bandwidth", lambda: 4e12)
-    monkeypatch.setattr(run, "Timer", lambda budget_ms: FakeTimer())
-    monkeypatch.setattr(run, "find_ours", lambda *args: [Ours("torch")])
-    monkeypatch.setattr(lineup, "Layer", lambda backend, *more: Layer("torch", "auto", *more[1:]))
-    monkeypatch.setattr(registry, "LAYER", (PREFILLS, BESIDE))
-    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
-    real = report.save
-
-    def save(x, path):
-        written.append(len(x["rows"]))
-        real(x, path)
-
-    monkeypatch.setattr(report, "save", save)
-    arguments = ["--suite", "layer", "--no-peer", "--save", "--out", str(tmp_path / "run.json")]
-    assert run.main(arguments) == 0
-    assert written == [1, 2, 2, 2]
-    path = tmp_path / "results" / "steps" / "g-2026-01-02-layer.json"
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["case"] for row in rows] == ["prefills", "beside"]
-    assert rows[1]["of_parts"] == 1.25
-    assert "of parts" in capsys.readouterr().out
-
-
-@pytest.mark.skipif("torch.cuda.is_available()", reason="there is a GPU: it would measure")
-def test_command_needs_a_gpu_for_steps(capsys, tmp_path):
-    assert run.main(["--suite", "layer", "--vllm-sources", str(tmp_path)]) == 2
-    assert "device: expected a CUDA GPU" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_help_names_every_command(call):
     usages = {c.usage.partition(" [")[0] for c in describe()}
     assert usages == {
         "doctor", "info", "explain", "compile", "cache info", "cache clear", "run INPUTS",
-        "compare A B INPUTS", "verify", "demo",
+        "compare A B INPUTS", "verify", "bench", "demo",
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ LAYERS = [
     ["bench", "demo", "replay", "compare", "picture", "doctor"],
     ["testing.verify"],  # tries peers, too, through their adapters of the benchmarks
     ["lab"],
-    ["cli", "__main__"],
+    ["cli", "__main__", "bench.__main__"],
 ]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

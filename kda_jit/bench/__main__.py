@@ -1,8 +1,9 @@
-"""`python -m kda_jit.bench`."""
+"""`python -m kda_jit.bench`: the command `kda-jit bench`."""
 
 import sys
 
-from .run import main
+from kda_jit.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.argv.insert(1, "bench")
+    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ class TimedCase(ABC):
 
     name: str
     heads: int
-    suite: str
 
     @property
     @abstractmethod
@@ -82,7 +82,13 @@ class BenchCase(TimedCase):
     name: str
     lengths: tuple[int, ...]
     heads: int
-    suite: str = "flashkda"
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], heads: int) -> BenchCase:
+        """Named by its shape, equal neighbours together: "8x1024_h16", "300+17+4096_h16"."""
+        runs = [(n, len([*same])) for n, same in groupby(lengths)]
+        words = [f"{count}x{n}" if count > 1 or len(runs) == 1 else f"{n}" for n, count in runs]
+        return cls(f"{'+'.join(words)}_h{heads}", tuple(lengths), heads)
 
     @property
     def tokens(self) -> int:

@@ -54,15 +54,16 @@ class Contest:
         return {peer.name: peer.version for peer in (*self.peers, *self.step_peers)}
 
     def lineup(self, case: TimedCase) -> Lineup:
-        """The recurrent kernel is Triton's, whatever the backend; layers are compared with one
-        whose prefills are Triton's, too."""
+        """The recurrent kernel is Triton's, but for the torch backend; layers of the CUDA backend
+        are compared with one whose prefills are Triton's, too."""
         if not isinstance(case, StepCase):
             return Lineup(self.ours, self.peers)
         peers = [peer for peer in self.step_peers if peer.suite == case.suite]
         if case.suite == "decode":
-            return Lineup([Recurrent()], peers)
+            backend = "torch" if self.ours[0].backend == "torch" else "triton"
+            return Lineup([Recurrent(backend)], peers)
         layers = [Layer(subject.backend, subject.schedule) for subject in self.ours]
-        beside = [] if layers[0].backend == "triton" else [Layer("triton")]
+        beside = [Layer("triton")] if layers[0].backend == "cuda" else []
         first, variants = layers[0], []
         if case.decodes and case.prefills:
             variants = [Layer(first.backend, first.schedule, apart) for apart in (True, False)]
@@ -112,6 +113,10 @@ def find_all_peers(
     asked     names of PEERS and STEP_PEERS
     flashkda  FlashKDA's library; sources  vLLM's Triton sources
     """
+    for name in asked or ():
+        if name not in (*PEERS, *STEP_PEERS):
+            known = ", ".join((*PEERS, *STEP_PEERS))
+            raise InputError(f"peer: expected one of {known}, got {name!r}.")
     prefills = None if asked is None else [name for name in asked if name in PEERS]
     steps = None if asked is None else [name for name in asked if name in STEP_PEERS]
     return (

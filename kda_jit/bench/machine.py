@@ -17,27 +17,38 @@ from kda_jit.errors import CompileError
 from kda_jit.jit import sources
 from kda_jit.jit.compiler import nvrtc_version
 
+from .report import CPU
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("torch", "triton", "cupy-cuda12x", "cupy-cuda13x")
 
 
-def facts(commit: str | None = None) -> dict[str, Any]:
+def facts(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """The head of a run file. `commit`: where this is not a checkout."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    found = _gpu(device) if device.type == "cuda" else _cpu()
     return {
-        "gpu": short_name(properties.name),
+        "gpu": short_name(found["name"]) if device.type == "cuda" else CPU,
         "date": datetime.date.today().isoformat(),
         "commit": commit or checkout_commit() or "unknown",
         "sources": source_digests(),
-        "device": {
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "sms": properties.multi_processor_count,
-            "l2_bytes": properties.L2_cache_size,
-            "driver": driver_version(),
-        },
+        "device": found,
         "versions": versions(),
     }
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "sms": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "driver": driver_version(),
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    return {"name": platform.machine(), "threads": torch.get_num_threads()}
 
 
 def short_name(name: str) -> str:

@@ -35,6 +35,35 @@ SPEED: tuple[BenchCase, ...] = (
     BenchCase("1x64_h16", (64,), 16),
 )
 
+
+def _of_speed(*names: str) -> tuple[BenchCase, ...]:
+    return tuple(case for case in SPEED if case.name in names)
+
+
+#: Sequences that take a while, whatever runs beside them.
+LONG: tuple[BenchCase, ...] = (
+    BenchCase("1x4096_h16", (4096,), 16),
+    *_of_speed("1x16384_h16", "1x65536_h16", "1x16384_h64"),
+    BenchCase("2x32768_h16", (32768,) * 2, 16),
+    BenchCase("1x131072_h16", (131072,), 16),
+)
+
+#: Sequences of unequal lengths: none longer than the rest, one far longer, empty ones and ones.
+RAGGED: tuple[BenchCase, ...] = (
+    *_of_speed("mixed_8192_h96", "mixed_8192_h12"),
+    BenchCase("mixed_8192_h16", _MIXED, 16),
+    BenchCase("long_and_63_short_h16", (8192, *(64,) * 63), 16),
+    BenchCase("odd_lengths_h16", (1, 0, 17, 300, 33, 1000, 0, 2047, 31, 65), 16),
+)
+
+#: What a machine without a GPU can do in seconds.
+SMALL: tuple[BenchCase, ...] = (
+    BenchCase("1x64_h2", (64,), 2),
+    BenchCase("1x256_h2", (256,), 2),
+    BenchCase("4x64_h2", (64,) * 4, 2),
+    BenchCase("mixed_210_h2", (100, 0, 17, 1, 92), 2),
+)
+
 #: Steps of decode and of verification alone, for the recurrent kernel.
 DECODE: tuple[StepCase, ...] = (
     *(StepCase(f"decode_{n}_h16", 16, "decode", decodes=n) for n in (1, 16, 64, 256, 1024)),
@@ -76,8 +105,18 @@ ACCURACY: tuple[Case, ...] = tuple(
     Case(seed=1, lengths=(4096,), heads=8, regime=regime) for regime in TABLE_ROWS
 )
 
-#: What `--suite` takes.
-SUITES = ("flashkda", "accuracy", "decode", "layer")
+#: What `--suite` takes, beside "accuracy".
+SUITES: dict[str, tuple[TimedCase, ...]] = {
+    "seed": _of_speed("8x2048_h16", "4x8192_h16", "1x16384_h16"),
+    "flashkda": SPEED,
+    "flashinfer-h12": tuple(case for case in SPEED if case.heads == 12),
+    "long": LONG,
+    "ragged": RAGGED,
+    "decode": DECODE,
+    "layer": LAYER,
+    "small": SMALL,
+}
+SUITE_NAMES = (*SUITES, "accuracy")
 #: Those that README's table is made of.
 FRONT = ("flashkda", "accuracy")
 
@@ -87,12 +126,14 @@ def select(
 ) -> tuple[list[TimedCase], list[Case]]:
     """(cases to time, cases to table) of these suites, those whose name fits a pattern if given.
 
-    Raises InputError for a pattern that no case of the suites fits.
+    Raises InputError for a suite that there is not, and a pattern that no case of the suites fits.
     """
-    every: tuple[TimedCase, ...] = (*SPEED, *DECODE, *LAYER)
-    speed = [case for case in every if case.suite in suites]
-    accuracy = list(ACCURACY) if "accuracy" in suites else []
-    names = [*(case.name for case in speed), *(case.regime for case in accuracy)]
+    for suite in suites:
+        if suite not in SUITE_NAMES:
+            raise InputError(f"suite: expected one of {', '.join(SUITE_NAMES)}, got {suite!r}.")
+    speed = {case.name: case for suite in suites for case in SUITES.get(suite, ())}
+    accuracy = {case.regime: case for case in ACCURACY} if "accuracy" in suites else {}
+    names = [*speed, *accuracy]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InputError(f"case: expected one of {', '.join(names)}, got {pattern!r}.")
@@ -100,4 +141,26 @@ def select(
     def wanted(name: str) -> bool:
         return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
-    return [c for c in speed if wanted(c.name)], [c for c in accuracy if wanted(c.regime)]
+    return (
+        [case for name, case in speed.items() if wanted(name)],
+        [case for name, case in accuracy.items() if wanted(name)],
+    )
+
+
+def cases_of(lens: Sequence[str], heads: int) -> list[TimedCase]:
+    """A case of each of `lens`, lengths with commas between: "300,17,4096".
+
+    Raises InputError for anything else, for no token at all, and for no head.
+    """
+    if heads < 1:
+        raise InputError(f"heads: expected at least 1, got {heads}.")
+    found: list[TimedCase] = []
+    for text in lens:
+        parts = [part.strip() for part in text.split(",")]
+        if not all(part.isascii() and part.isdigit() for part in parts):
+            raise InputError(f"lens: expected lengths such as 300,17,4096, got {text!r}.")
+        lengths = list(map(int, parts))
+        if not any(lengths):
+            raise InputError(f"lens: expected a token at least, got {text!r}.")
+        found.append(BenchCase.of(lengths, heads))
+    return found

@@ -15,6 +15,7 @@ device, versions, sources (digests), command, copy_tb_per_s. Then
     summary   of vs_flashkda, ...: geomean, least
 
 us, p10_us, p90_us, host_us, launches and what follows from them are those of the first subject.
+Without a GPU, gpu is "CPU", and host_us, graph_us, call_us, launches and kernels are absent.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from math import exp, fsum, log
 from pathlib import Path
 from typing import Any
 
+from kda_jit.errors import InputError
+
 Run = dict[str, Any]
+#: What stands for the GPU in a run without one.
+CPU = "CPU"
 
 
-def _us(x: float) -> str:
+def show_us(x: float) -> str:
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}"
 
 
-def _ratio(x: float) -> str:
+def show_ratio(x: float) -> str:
     return f"{x:.2f}x"
 
 
@@ -40,15 +45,15 @@ _Column = tuple[str, Callable[[float], str]]
 
 # key of a row -> (heading, how a value is written)
 _FIRST: dict[str, _Column] = {
-    "us": ("us", _us),
-    "p10_us": ("p10", _us),
-    "p90_us": ("p90", _us),
-    "floor_us": ("floor us", _us),
+    "us": ("us", show_us),
+    "p10_us": ("p10", show_us),
+    "p90_us": ("p90", show_us),
+    "floor_us": ("floor us", show_us),
     "of_peak": ("of peak", lambda x: f"{100 * x:.0f} %"),
     "tb_per_s": ("TB/s", lambda x: f"{x:.2f}"),
-    "host_us": ("host us", _us),
+    "host_us": ("host us", show_us),
     "launches": ("launches", lambda x: f"{x:.0f}"),
-    "of_parts": ("of parts", _ratio),
+    "of_parts": ("of parts", show_ratio),
 }
 _LAST: dict[str, _Column] = {"max_error": ("max error", lambda x: f"{x:.1e}")}
 # subject -> what columns call it, if not by its name
@@ -66,7 +71,10 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, _Column]:
     others: dict[str, _Column] = {}
     for name in (key.removeprefix("vs_") for row in rows for key in row if key.startswith("vs_")):
         title = _TITLES.get(name, name)
-        others |= {f"{name}_us": (f"{title} us", _us), f"vs_{name}": (f"vs {title}", _ratio)}
+        others |= {
+            f"{name}_us": (f"{title} us", show_us),
+            f"vs_{name}": (f"vs {title}", show_ratio),
+        }
     known = _FIRST | others | _LAST
     return {key: column for key, column in known.items() if any(key in row for row in rows)}
 
@@ -87,8 +95,9 @@ def host_table(run: Run) -> list[list[str]]:
     lines = [["case", "subject", "us", "graph us", "host us", "call us", "launches", "kernels"]]
     for row in run["rows"]:
         for name, found in row.get("timings", {}).items():
-            shown = [_us(found[key]) if key in found else "" for key in _HOST_KEYS]
-            kernels = " ".join(f"{kernel} {_us(us)}" for kernel, us in found["kernels"].items())
+            shown = [show_us(found[key]) if key in found else "" for key in _HOST_KEYS]
+            each = found.get("kernels", {})
+            kernels = " ".join(f"{kernel} {show_us(us)}" for kernel, us in each.items())
             launches = f"{found['launches']:.0f}" if "launches" in found else ""
             lines.append([row["case"], name, *shown, launches, kernels])
     return lines
@@ -110,18 +119,19 @@ def headline(run: Run) -> str:
     """What every number of the run shares, in one line."""
     versions = run["versions"]
     nvrtc, torch = versions.get("nvrtc", "?"), versions.get("torch", "?")
-    return (
-        f"{run['gpu']}, driver {run['device']['driver'] or '?'}, NVRTC {nvrtc}, torch {torch}, "
-        f"{run['conditions']}, copy {run['copy_tb_per_s']:.2f} TB/s, commit {run['commit']}, "
-        f"{run['date']}"
-    )
+    under = [f"driver {run['device'].get('driver') or '?'}", f"NVRTC {nvrtc}"]
+    facts = [run["gpu"], *(under if run["gpu"] != CPU else ()), f"torch {torch}", run["conditions"]]
+    facts += [f"copy {run['copy_tb_per_s']:.2f} TB/s", f"commit {run['commit']}", run["date"]]
+    return ", ".join(facts)
 
 
 def text(run: Run) -> str:
     """The run for a terminal."""
     parts = [headline(run)]
     if run["rows"]:
-        parts += [_aligned(speed_table(run)), _aligned(host_table(run), left=(0, 1, 7))]
+        parts.append(aligned(speed_table(run)))
+        if run["gpu"] != CPU:
+            parts.append(aligned(host_table(run), left=(0, 1, 7)))
         parts += [f"{row['case']}: {row['failed']}" for row in run["rows"] if "failed" in row]
         parts += [
             f"{row['case']}: {reason}" for row in run["rows"] for reason in row.get("notes", ())
@@ -129,7 +139,7 @@ def text(run: Run) -> str:
     for name, found in run["summary"].items():
         parts.append(f"{name}: geomean {found['geomean']:.2f}x, least {found['least']:.2f}x")
     if run["accuracy"]:
-        parts.append(_aligned(accuracy_table(run)))
+        parts.append(aligned(accuracy_table(run)))
     return "\n\n".join(parts)
 
 
@@ -164,6 +174,19 @@ def save(run: Run, path: Path) -> None:
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
+def load(path: Path) -> Run:
+    """A run that `save` wrote. Raises InputError for any other file."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"run file: expected a run saved as json, got {path}: {error}.") from None
+    head = found.keys() if isinstance(found, dict) else set()
+    if missing := {"gpu", "date", "commit", "rows"} - head:
+        lacks = ", ".join(sorted(missing))
+        raise InputError(f"run file: expected a run, got {path}, which lacks {lacks}.")
+    return dict(found)
+
+
 def standard_path(run: Run, suites: Sequence[str], folder: Path) -> Path:
     """<folder>/<gpu>-<date>-<suite>.json"""
     gpu = "".join(c if c.isalnum() else "-" for c in run["gpu"].lower())
@@ -179,7 +202,7 @@ def _rounded(x: Any) -> Any:
     return [_rounded(value) for value in x] if isinstance(x, list | tuple) else x
 
 
-def _aligned(lines: list[list[str]], left: Sequence[int] = (0,)) -> str:
+def aligned(lines: list[list[str]], left: Sequence[int] = (0,)) -> str:
     """Columns under each other; numbers end together, the columns `left` start together."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -95,6 +95,21 @@ def plain_name(kernel: str) -> str:
     return head.rpartition("::")[2].strip() or kernel
 
 
+class Clock(Protocol):
+    """Something that times contenders: a GPU's `Timer`, or `wall.WallTimer` without one."""
+
+    #: What every time is, in words.
+    conditions: str
+
+    def bandwidth(self) -> float:
+        """Bytes per second, read plus written, of a large copy."""
+        ...
+
+    def measure(self, contenders: Sequence[Contender]) -> dict[str, dict[str, Any]]:
+        """By contender: us, p10, p90, runs, and what else this clock can see (see report)."""
+        ...
+
+
 class Timer:
     """Measures on the current CUDA device.
 
@@ -102,10 +117,28 @@ class Timer:
     budget_ms  of GPU time for one measurement, within the limits of ROUNDS
     """
 
+    conditions = "L2 cold, medians"
+
     def __init__(self, *, warmup_ms: float = 30.0, budget_ms: float = 150.0) -> None:
         self.warmup_ms, self.budget_ms = warmup_ms, budget_ms
         l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
         self._flood = torch.empty(max(1 << 30, 8 * l2), dtype=torch.uint8, device="cuda")
+
+    def bandwidth(self) -> float:
+        return copy_bandwidth()
+
+    def measure(self, contenders: Sequence[Contender]) -> dict[str, dict[str, Any]]:
+        cold, replayed = self.cold(contenders), self.replayed(contenders)
+        timings: dict[str, dict[str, Any]] = {}
+        for contender in contenders:
+            timing = cold[contender.name]
+            found = timing._asdict() | self.host(contender, timing.us)._asdict()
+            if contender.name in replayed:
+                found["graph_us"] = replayed[contender.name].us
+            profile = self.profile(contender)
+            found |= {"launches": profile.launches, "kernels": dict(profile.kernels)}
+            timings[contender.name] = found
+        return timings
 
     def cold(self, contenders: Sequence[Contender]) -> dict[str, Timing]:
         """Event times of eager calls, L2 cold, by name."""

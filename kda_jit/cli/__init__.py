@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import compare, demo, doctor, kernels, machine, prefill, verify
+from . import bench, compare, demo, doctor, kernels, machine, prefill, verify
 
 app = typer.Typer(
     name="kda-jit",
@@ -47,6 +47,7 @@ app.add_typer(kernels.cache, name="cache")
 app.command()(prefill.run)
 app.command()(compare.compare)
 app.command()(verify.verify)
+app.command()(bench.bench)
 app.command()(demo.demo)
 
 
