@@ -4,6 +4,7 @@
 #   make test       set up, lint, type-check, run every test that this machine can run
 #   make test-gpu   the GPU tests and the properties on the cuda and triton backends
 #   make notebooks  run the notebooks (on the GPU, if there is one) and save their outputs
+#   make site       build the documentation into out/site
 #   make lint | format | compile [ARCH=sm_90a] | bench [CASE=name] | docs | clean
 #
 # PYTHON=python3.12   another interpreter; VENV=dir  another place for the environment
@@ -39,7 +40,7 @@ TRITON_TESTS = $(wildcard tests/test_backend_triton.py tests/test_prefill_proper
                  tests/test_chunk.py)
 RUN_TESTS = OMP_NUM_THREADS=1 $(PY) -m pytest
 
-.PHONY: demo test test-gpu lint no-lint format compile bench notebooks docs clean
+.PHONY: demo test test-gpu lint no-lint format compile bench notebooks docs site clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -79,6 +80,10 @@ notebooks: $(READY)
 
 docs: $(READY)
 	$(PY) docs/generate.py
+
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "out/site/index.html"
 
 clean:
 	rm -rf out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -7,10 +7,11 @@ environment.md   from the table in kda_jit/settings.py
 cli.md           from the commands of kda_jit/cli
 README.md        the table between the bench markers, from benchmarks/results/*.json: for each GPU
                  the newest run file's, and nothing where there is no file
+benchmarks.md    the suites of kda_jit/bench, and the same run files in full; the site draws them
 conformance.md   the laws, regimes and faults of kda_jit/testing, and what `kda-jit verify` found:
                  of each subject and device the newest of benchmarks/results/conformance-*.json
 
-A run file is one json object:
+A run file is one json object (all of it: kda_jit/bench/report.py):
 
     {"gpu": "H200", "date": "2026-11-29", "commit": "1a2b3c4", "conditions": "L2 cold",
      "rows": [{"case": "varlen_8x1024_h64", "us": 412.0, "tb_per_s": 2.61, "of_peak": 0.54,
@@ -44,6 +45,25 @@ in `kda_jit/testing/laws.py`. They hold for the float64 reference first: a law t
 wrong law. Which kinds of faults people met, and what covers each, is in
 [field-coverage.md](field-coverage.md).
 """
+BENCHMARKS_INTRODUCTION = """\
+`kda-jit bench` measures; every figure below is from a run that it saved. For each case it first
+holds the result against float64, and makes sure that the backend and the kernels that ran are those
+asked for: a wrong result gets no time. Then everybody takes turns in one process, each call from a
+cold L2. Shown are medians. The floor is what a copy of the bytes that must move would take (inputs
+and outputs once, states in and out) at the bandwidth measured in the same run; *of peak* is its
+share of the time. `max error` is the worst block against float64.
+
+Times of two machines, or of two days, are not to be compared; ratios within one run are. How to
+read such a table is the subject of a [notebook](../notebooks/05_read_a_benchmark.ipynb).
+
+    kda-jit bench --suite flashkda --flashkda _flashkda_C.abi3.so --out run.json
+    kda-jit bench --lens 300,17,4096 --heads 16
+    kda-jit bench --from run.json --plot pictures
+    kda-jit bench --out new.json --against run.json
+
+Without a GPU the same command measures wall time of the torch backend on small shapes. All options:
+[cli.md](cli.md).
+"""
 FAULTS_INTRODUCTION = """\
 A law that has never failed is not known to work. So each of these faults was put into the torch
 backend, and `tests/test_faults.py` asserts which laws notice it."""
@@ -67,17 +87,22 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: bool = 
     )
 
 
+def runs(results: Path, *patterns: str) -> list[dict[str, Any]]:
+    """The run files among these, each with its `file`, in order of their dates, then names."""
+    from kda_jit.bench import report
+
+    paths = sorted(path for pattern in patterns for path in results.glob(pattern))
+    found = [
+        report.load(path) | {"file": path.relative_to(results).as_posix()}
+        for path in paths
+        if not path.name.startswith(CONFORMANCE)
+    ]
+    return sorted(found, key=lambda run: run["date"])
+
+
 def bench_section(results: Path) -> str:
     """Markdown for the newest run file of each GPU under `results`; empty where there is none."""
-    newest: dict[str, dict[str, Any]] = {}
-    for path in sorted(results.glob("*.json")):
-        if path.name.startswith(CONFORMANCE):
-            continue
-        run = json.loads(path.read_text())
-        if missing := {"gpu", "date", "commit", "rows"} - run.keys():
-            raise SystemExit(f"{path}: not a run file, lacks {', '.join(sorted(missing))}")
-        if run["gpu"] not in newest or run["date"] >= newest[run["gpu"]]["date"]:
-            newest[run["gpu"]] = run | {"file": path.name}
+    newest = {run["gpu"]: run for run in runs(results, "*.json")}
     parts = []
     for gpu, run in sorted(newest.items()):
         keys = [key for key in COLUMNS if any(key in row for row in run["rows"])]
@@ -92,6 +117,62 @@ def bench_section(results: Path) -> str:
             + table(["case", *(COLUMNS[key][0] for key in keys)], rows, right=True)
         )
     return "## Measured\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def benchmarks(results: Path) -> str:
+    """The page of benchmarks: suites, of each GPU and set of cases the newest run, every run."""
+    from kda_jit.bench import registry, report
+
+    parts = ["# Benchmarks\n\n" + GENERATED + BENCHMARKS_INTRODUCTION.rstrip()]
+    suites = [
+        [f"`{name}`", " ".join(f"`{case.name}`" for case in cases)]
+        for name, cases in registry.SUITES.items()
+    ]
+    suites.append(["`accuracy`", "errors alone, on inputs of T = 4096, H = 8"])
+    parts.append("## Suites\n\n" + table(["suite", "cases"], suites))
+    found = runs(results, "*.json", "suites/*.json")
+    timed = [run for run in found if any("us" in row for row in run["rows"])]
+    newest = {(run["gpu"], *(row["case"] for row in run["rows"])): run for run in timed}
+    for run in sorted(newest.values(), key=lambda run: run["gpu"]):
+        ratios = [
+            f"{name.removeprefix('vs_')}: {x['geomean']:.2f}x as geometric mean of {x['cases']} "
+            f"cases, {x['least']:.2f}x at least"
+            for name, x in run["summary"].items()
+        ]
+        parts += [
+            f"## {run['gpu']}, {len(run['rows'])} cases",
+            _file(run),
+            f"<!-- pictures of {run['file']} -->",
+            report.markdown(run),
+        ]
+        parts += [f"Speed against {'; '.join(ratios)}."] if ratios else []
+    tabled = [run for run in found if run["accuracy"]]
+    if tabled:
+        lines = report.accuracy_table(tabled[-1])
+        about = "Relative RMS errors against float64, of the output and of the final state."
+        parts += [f"## Errors\n\n{about} {_file(tabled[-1])}"]
+        parts.append(table(lines[0], lines[1:], right=True))
+    rows = [
+        [
+            f"[{run['file']}](../benchmarks/results/{run['file']})",
+            run["gpu"],
+            run["commit"],
+            f"{len(run['rows'])}",
+            ", ".join(
+                f"{n.removeprefix('vs_')} {x['geomean']:.2f}x" for n, x in run["summary"].items()
+            ),
+        ]
+        for run in reversed(found)
+    ]
+    heads = ["run file", "GPU", "commit", "cases", "speed against, geomean"]
+    parts.append("## Every saved run\n\n" + table(heads, rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _file(run: dict[str, Any]) -> str:
+    """Where a run is, and how it was asked for."""
+    link = f"[{run['file']}](../benchmarks/results/{run['file']})"
+    return f"From {link}; `{run['command']}`." if "command" in run else f"From {link}."
 
 
 def readme(text: str, results: Path) -> str:
@@ -173,6 +254,7 @@ def pages() -> dict[Path, str]:
     return {
         ROOT / "docs" / "environment.md": environment(),
         ROOT / "docs" / "cli.md": command_line(),
+        ROOT / "docs" / "benchmarks.md": benchmarks(ROOT / "benchmarks" / "results"),
         ROOT / "docs" / "conformance.md": conformance(ROOT / "benchmarks" / "results"),
         front: readme(front.read_text(), ROOT / "benchmarks" / "results"),
     }

@@ -10,6 +10,7 @@ import torch
 
 import kda_jit
 from kda_jit.backends.base import Query
+from kda_jit.errors import InputError
 from kda_jit.jit.compiler import unavailable_reason
 from kda_jit.resolver import ORDER, rejections
 
@@ -122,8 +123,42 @@ def test_readme_table_is_the_newest_run_of_each_gpu(generate, tmp_path):
 
 def test_a_file_that_is_no_run_file_is_refused(generate, tmp_path):
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(SystemExit, match=r"x\.json: not a run file, lacks commit, date, gpu, rows"):
+    with pytest.raises(InputError, match=r"x\.json, which lacks commit, date, gpu, rows"):
         generate.bench_section(tmp_path)
+
+
+def test_page_of_benchmarks_shows_the_newest_run_of_the_same_cases_and_lists_all(
+    generate, tmp_path
+):
+    def saved(name, **change):
+        more = {"peers": {"fla": "1"}, "device": {}, "versions": {}, "copy_tb_per_s": 4.0}
+        summary = {"vs_fla": {"geomean": 1.94, "least": 1.5, "cases": 1}}
+        path = tmp_path / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        found = RUN | more | {"accuracy": [], "summary": summary, "command": "kda-jit bench"}
+        path.write_text(json.dumps(found | change))
+
+    saved("a")
+    saved("b", date="2025-12-31", rows=[RUN["rows"][0] | {"us": 999.0}, RUN["rows"][1]])
+    saved("suites/c", rows=[{"case": "long", "us": 77.7}], summary={})
+    errors = {"cuda": {"out": 0.0017, "state": 0.0004}}
+    tabled = [{"case": "t", "about": "g = -8", "rounding": 0.0017, "errors": errors}]
+    saved("d", date="2025-12-30", rows=[], accuracy=tabled, summary={})
+    page = generate.benchmarks(tmp_path)
+    assert "999" not in page
+    assert (
+        "## H200, 2 cases\n\nFrom [a.json](../benchmarks/results/a.json); `kda-jit bench`." in page
+    )
+    assert "<!-- pictures of a.json -->" in page
+    assert "<!-- pictures of suites/c.json -->" in page
+    assert page.count("<!-- pictures of") == 2
+    assert "| long | 77.7 |" in page
+    assert "Speed against fla: 1.94x as geometric mean of 1 cases, 1.50x at least." in page
+    assert "| g = -8 | 0.0017 / 0.0004 | 0.0017 |" in page
+    assert "final state. From [d.json]" in page
+    listed = re.findall(r"^\| \[(\S+)\]", page, re.M)
+    assert listed == ["suites/c.json", "a.json", "b.json", "d.json"]
+    assert "c.json" not in generate.bench_section(tmp_path), "README is made from whole suites"
 
 
 def test_conformance_page_shows_the_newest_report_of_each_subject_and_device(generate, tmp_path):
