@@ -118,7 +118,7 @@ def _speeds(
             _draw_line(panel, sorted(line_, key=x), x, colours, markers[line(line_[0])])
         panel.set(title=f"{h} heads", xlabel=axis, ylabel="10⁶ tokens × heads / s", ylim=(0, None))
         panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelbottom=True)
@@ -178,7 +178,7 @@ def _roofline(run: Run, found: Sequence[Point]) -> Figure:
         xlabel="MB read and written at least", ylabel="µs", xlim=(low, high),
     )  # fmt: skip
     for ticks in (axis.xaxis, axis.yaxis):
-        ticks.set_major_formatter(lambda value, _: f"{value:g}")
+        ticks.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axis.grid(alpha=0.25, which="both")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)

@@ -134,6 +134,10 @@ def test_a_wrong_result_has_no_time_and_exit_status_1(
         (["--peer", "flashkda"], "InputError: peer: expected one that runs here, got 'flashkda'"),
         (["--save"], "InputError: save: expected whole suites on a GPU, got a machine without"),
         (["--from", "no.json"], "InputError: run file: expected a run saved as json, got no.json"),
+        (
+            ["--from", "other.json"],
+            "InputError: run file: expected a run, got other.json, which lac",
+        ),
         (["--against", "no.json"], "InputError: run file: expected a run saved as json"),
         (["--from", "saved.json", "--lens", "3"], "InputError: from: expected a saved run to look"),
         (["--from", "saved.json", "--plot", "saved.json"], "InputError: plot: expected a folder"),
@@ -142,6 +146,7 @@ def test_a_wrong_result_has_no_time_and_exit_status_1(
 def test_what_cannot_be_is_a_sentence_and_exit_status_2(
     call: Call, saved: Path, words: list[str], message: str
 ) -> None:
+    saved.with_name("other.json").write_text('{"gpu": "H200", "date": "2026-01-02"}')
     assert message in call(*words, code=2)
 
 
