@@ -11,10 +11,12 @@ def main() -> None:
     """Runs the command line; an error of ours is printed in one paragraph, without a traceback."""
     try:
         from .cli import app
+        from .cli.plain import escape_what_cannot_be_shown
     except ModuleNotFoundError as missing:
         if missing.name not in {"rich", "typer"}:
             raise
         sys.exit(f"The command needs {missing.name}: pip install 'kda_jit[cli]'")
+    escape_what_cannot_be_shown()
     try:
         app()
     except KdaError as error:

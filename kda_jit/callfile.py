@@ -65,10 +65,18 @@ class Call:
     @property
     def slots(self) -> list[int]:
         """The slots that the rows of the pool had in the pool of the live call."""
-        if "slots" in self.facts:
-            return [int(slot) for slot in self.facts["slots"].split(",")]
         pool = "initial_state" if self.function == "prefill" else "state_pool"
-        return list(range(self.arguments[pool].shape[0]))
+        rows = self.arguments[pool].shape[0]
+        text = self.facts.get("slots")
+        if text is None:
+            return list(range(rows))
+        found = [int(slot) for slot in text.split(",") if slot.isdecimal()]
+        if len(found) != rows:
+            raise InputError(
+                f"slots: expected a number for each of the {rows} rows of {pool} in the metadata, "
+                f"got {text!r}."
+            )
+        return found
 
 
 def write_call(path: Path, call: Call) -> None:
@@ -107,17 +115,19 @@ def read_call(path: Path, device: str) -> Call:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt", device=device) as file:
+        with safe_open(path, framework="pt") as file:
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata: dict[str, str] = file.metadata() or {}
     except FileNotFoundError:
         raise InputError(f"inputs: expected a safetensors file, {path} does not exist.") from None
-    except RuntimeError as error:  # torch has no such device
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"inputs: expected a safetensors file, got {path}: {error}") from None
+    try:
+        tensors = {name: x.to(device) for name, x in tensors.items()}
+    except (RuntimeError, AssertionError) as error:  # torch has no such device
         raise DeviceError(
             f"device: expected one that torch can use, got {device}: {error}"
         ) from None
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"inputs: expected a safetensors file, got {path}: {error}") from None
     function = metadata.pop("function", "prefill")
     if function not in TENSORS:
         raise InputError(

@@ -11,11 +11,13 @@ import datetime
 import itertools
 import os
 import platform
+import secrets
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,7 +28,8 @@ from kda_jit import settings
 from kda_jit._version import __version__
 from kda_jit.backends.base import Backend, last_launch
 from kda_jit.callfile import Call, write_call
-from kda_jit.errors import InputError
+from kda_jit.errors import InputError, InputTypeError
+from kda_jit.jit.cache import why_not_writable
 from kda_jit.resolver import ORDER, get_backend
 from kda_jit.snapshot import Snapshot, of_prefill, of_recurrent
 
@@ -40,8 +43,14 @@ MAX_BYTES = 512 << 20
 
 RunRecurrent = Callable[["RecurrentProblem"], None]
 
-#: Of this process, so that names of files do not repeat, however many recorders there are.
+#: Of this process, so that its files can be put in order, however many recorders there are.
 _numbers = itertools.count()
+
+_lock = threading.RLock()
+#: What the open blocks of all threads put in `recorder`, the last one entered last.
+_blocks: list[Tap | None] = []
+#: What is in `recorder` while there is none.
+_outside: Tap | None = None
 
 
 @contextmanager
@@ -68,15 +77,37 @@ def capture(
 
     Also left out, with a warning, are calls inside a CUDA graph capture, and those of
     `kda_jit.chunk_kda` whose inputs come activated. Results are the same to the bit. Calls of every
-    thread are seen; of nested blocks, the innermost sees them.
+    thread are seen; of several open blocks, the one that was entered last sees them.
     """
-    global recorder
-    inner = Recorder(folder, calls=range(skip, skip + calls), max_bytes=max_bytes)
-    outer, recorder = recorder, inner
+    for name, number in (("calls", calls), ("skip", skip), ("max_bytes", max_bytes)):
+        if not isinstance(number, Integral):
+            raise InputTypeError(f"{name}: expected an int, got {type(number).__name__}.")
+    found = Recorder(folder, calls=range(skip, skip + calls), max_bytes=max_bytes)
+    with _through(found):
+        yield found
+
+
+def unseen() -> AbstractContextManager[None]:
+    """No call inside the block is captured, whatever the environment says."""
+    return _through(None)
+
+
+@contextmanager
+def _through(tap: Tap | None) -> Iterator[None]:
+    """Calls pass through `tap` inside the block. Blocks of several threads end in any order."""
+    global recorder, _outside
+    with _lock:
+        if not _blocks:
+            _outside = recorder
+        _blocks.append(tap)
+        recorder = tap
     try:
-        yield inner
+        yield
     finally:
-        recorder = outer
+        with _lock:
+            at = max(i for i, one in enumerate(_blocks) if one is tap)
+            del _blocks[at]
+            recorder = _blocks[-1] if _blocks else _outside
 
 
 class Recorder:
@@ -168,7 +199,9 @@ class Recorder:
         self, call: Call, outcome: dict[str, str], results: Callable[[], dict[str, Tensor]]
     ) -> None:
         now = datetime.datetime.now(datetime.UTC)
-        name = f"{call.function}-{now:%Y%m%dT%H%M%S}-{os.getpid()}-{next(_numbers):04d}"
+        # Processes of several containers may write to one folder at once, under the same number.
+        whose = f"{os.getpid()}-{secrets.token_hex(3)}"
+        name = f"{call.function}-{now:%Y%m%dT%H%M%S}-{next(_numbers):04d}-{whose}"
         path = self.folder / f"{name}.safetensors"
         try:
             facts = call.facts | outcome | {"date": now.isoformat(timespec="seconds")}
@@ -202,7 +235,9 @@ class _Tapped:
         self._run, self._recorder = backend.run, recorder
 
     def run(self, problem: KdaProblem, workspace: Workspace | None) -> None:
-        self._recorder.around(
+        if problem.is_empty:  # and yet to be run: a pool has slots to clear
+            return self._run(problem, workspace)
+        return self._recorder.around(
             problem.device, lambda: of_prefill(problem), lambda: self._run(problem, workspace)
         )
 
@@ -218,6 +253,10 @@ class Tap(Protocol):
 class _AsTheEnvironmentSays:
     """Stands in `recorder` until the first call, which pays for the look at the environment."""
 
+    def __init__(self) -> None:
+        self._known = False
+        self._found: Recorder | None = None
+
     def tapped(self, backend: Backend) -> Backend:
         found = self._settle()
         return backend if found is None else found.tapped(backend)
@@ -228,15 +267,16 @@ class _AsTheEnvironmentSays:
 
     def _settle(self) -> Recorder | None:
         global recorder
-        folder = settings.capture()
-        found = None
-        if folder is not None:
-            found = Recorder(
-                folder, calls=settings.capture_calls(), max_bytes=settings.capture_bytes()
-            )
-        if recorder is self:
-            recorder = found
-        return found
+        with _lock:  # first calls of several threads share one recorder
+            if not self._known:
+                if (folder := settings.capture()) is not None:
+                    self._found = Recorder(
+                        folder, calls=settings.capture_calls(), max_bytes=settings.capture_bytes()
+                    )
+                self._known = True
+            if recorder is self:
+                recorder = self._found
+            return self._found
 
 
 #: What calls pass through; None costs a call nothing but the look.
@@ -252,12 +292,8 @@ def _ready(folder: Path) -> Path:
             "capture: expected the package safetensors, which writes the files, got none: "
             "pip install 'kda_jit[cli]'."
         ) from None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"folder: expected one that can be written, got {folder} ({error.strerror})."
-        ) from None
+    if (reason := why_not_writable(folder)) is not None:
+        raise InputError(f"folder: expected one that can be written, got {folder} ({reason}).")
     return folder
 
 

@@ -80,8 +80,6 @@ def _fresh(call: Call) -> dict[str, Any]:
     for name in written & given.keys():
         given[name] = given[name].clone()
     if call.state_dtype is not torch.float32 and "state_indices" not in given:
-        v, q, ends = given["v"], given["q"], given.get("cu_seqlens")
-        N = q.shape[0] if ends is None else ends.shape[0] - 1
-        shape = (N, v.shape[2], v.shape[3], q.shape[3])
-        given["final_state"] = torch.empty(shape, dtype=call.state_dtype, device=q.device)
+        states = make_problem(**given).final_state  # which refuses what has other shapes
+        given["final_state"] = torch.empty_like(states, dtype=call.state_dtype)
     return given

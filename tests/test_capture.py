@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import tempfile
 import warnings
 
 import pytest
@@ -12,7 +15,7 @@ import kda_jit
 from kda_jit import capturing
 from kda_jit.backends.torch import TorchBackend
 from kda_jit.callfile import read_call
-from kda_jit.errors import InputError
+from kda_jit.errors import InputError, InputTypeError
 from kda_jit.replay import exact, replay, same_bits
 from kda_jit.settings import SETTINGS
 from kda_jit.snapshot import compact
@@ -174,6 +177,35 @@ def test_the_innermost_block_sees_its_calls_alone(tmp_path):
     assert (len(outer.files), len(inner.files)) == (1, 1)
 
 
+def test_blocks_of_several_threads_end_in_any_order(tmp_path):
+    first, second = kda_jit.capture(tmp_path), kda_jit.capture(tmp_path)
+    one, two = first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    kda_jit.prefill(**call())
+    second.__exit__(None, None, None)
+    kda_jit.prefill(**call())
+    assert (len(one.files), len(two.files)) == (0, 1)
+    assert capturing.recorder is None
+
+
+def test_processes_of_one_number_and_second_keep_their_files(tmp_path, monkeypatch):
+    for _ in range(2):
+        monkeypatch.setattr(capturing, "_numbers", itertools.count())
+        with kda_jit.capture(tmp_path) as recorder:
+            kda_jit.prefill(**call())
+    assert len(list(tmp_path.iterdir())) == 2
+    assert recorder.files[0].name.startswith("prefill-")
+
+
+def test_a_call_without_a_token_is_none_even_where_it_clears_slots(tmp_path):
+    pool = tokens(3, H, D, D, dtype=torch.float32)
+    fresh = {"state_indices": torch.tensor([1]), "has_initial_state": torch.tensor([False])}
+    with kda_jit.capture(tmp_path) as recorder:
+        kda_jit.prefill(**call(T=0, initial_state=pool, **fresh))
+    assert recorder.files == []
+    assert not pool[1].any()
+
+
 def test_a_large_call_is_left_out_with_one_warning(tmp_path):
     with kda_jit.capture(tmp_path, max_bytes=40_000) as recorder:
         with pytest.warns(
@@ -247,10 +279,14 @@ def test_chunk_kda_is_captured_where_it_is_a_prefill(tmp_path):
         ({"calls": 0}, "calls, skip: expected at least 1 and at least 0, got 0 and 0"),
         ({"skip": -1}, "calls, skip: expected at least 1 and at least 0, got 4 and -1"),
         ({"max_bytes": 0}, "max_bytes: expected at least 1, got 0"),
+        ({"calls": None}, "calls: expected an int, got NoneType"),
+        ({"skip": "1"}, "skip: expected an int, got str"),
+        ({"max_bytes": 1e6}, "max_bytes: expected an int, got float"),
     ],
 )
 def test_options_are_checked(tmp_path, options, words):
-    with pytest.raises(InputError, match=words), kda_jit.capture(tmp_path, **options):
+    refused = pytest.raises((InputError, InputTypeError), match=words)
+    with refused, kda_jit.capture(tmp_path, **options):
         pass
 
 
@@ -258,6 +294,16 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     refused = pytest.raises(InputError, match="folder: expected one that can be written")
     with refused, kda_jit.capture(tmp_path / "file"):
+        pass
+
+
+def test_a_folder_that_takes_no_file_is_refused_at_once(tmp_path, monkeypatch):
+    def refuse(dir):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    refused = pytest.raises(InputError, match=r"folder: expected .*Permission denied")
+    with refused, kda_jit.capture(tmp_path):
         pass
 
 
@@ -272,6 +318,20 @@ def test_the_environment_captures_the_calls_it_names(monkeypatch, tmp_path):
         kda_jit.prefill(**call(scale=scale))
     files = sorted((tmp_path / "calls").iterdir())
     assert [read_call(f, "cpu").arguments["scale"] for f in files] == [0.2, 0.3]
+
+
+def test_first_calls_of_several_threads_share_one_recorder(monkeypatch, tmp_path):
+    monkeypatch.setenv("KDA_JIT_CAPTURE", str(tmp_path))
+    monkeypatch.setenv("KDA_JIT_CAPTURE_CALLS", "1")
+    tap = capturing._AsTheEnvironmentSays()
+    monkeypatch.setattr(capturing, "recorder", tap)
+    assert tap._settle() is tap._settle() is capturing.recorder
+    monkeypatch.setattr(capturing, "recorder", tap)
+    with capturing.unseen():
+        kda_jit.prefill(**call())
+    assert list(tmp_path.iterdir()) == []
+    kda_jit.prefill(**call())
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_without_a_word_the_first_call_turns_it_off(monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """The commands of `kda-jit`, called as a person would, in process and on the CPU."""
 
+import io
 import re
 import sys
 
@@ -275,6 +276,33 @@ def test_run_refuses_a_file_that_is_not_a_call(main, tmp_path, change, metadata,
     write_inputs(path, Case(lengths=(4,)).tensors(head_dim=16), metadata, **change)
     code, _ = main("run", path)
     assert re.search(message, code)
+
+
+def test_run_refuses_wrong_shapes_and_devices_in_words(main, tmp_path):
+    pytest.importorskip("safetensors", reason="run needs safetensors")
+    path = tmp_path / "in.safetensors"
+    x = Case(lengths=(4,)).tensors(head_dim=16)
+    write_inputs(path, x, {"state_dtype": "bfloat16"}, q=x.q[0].clone())
+    code, _ = main("run", path, "--device", "cpu")
+    assert code.startswith("InputError: q: expected [B, T, H, K]")
+    for device in ("banana", "mps", "xpu"):
+        code, _ = main("run", path, "--device", device)
+        assert code.startswith(
+            f"DeviceError: device: expected one that torch can use, got {device}"
+        )
+
+
+def test_what_a_terminal_cannot_show_is_escaped(monkeypatch):
+    from rich.console import Console
+
+    bytes_ = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(bytes_, "ascii"))
+    monkeypatch.setattr("sys.argv", ["kda-jit", "cache", "info"])
+    with pytest.raises(SystemExit):
+        entry.main()
+    Console().print("né\udcff")
+    sys.stdout.flush()
+    assert bytes_.getvalue().endswith(b"n\\xe9\\udcff\n")
 
 
 def test_run_names_the_tensors_that_lack(main, tmp_path):

@@ -23,6 +23,7 @@ from kda_jit.errors import BackendNameError, InputError
 from kda_jit.testing import Case
 
 H, D = 2, 32
+BF16 = torch.bfloat16
 CASE = Case(seed=5, lengths=(100, 0, 150), heads=H, regime="random", initial=True, padding=9)
 
 
@@ -171,6 +172,68 @@ def test_what_cannot_be_compared_is_refused(live):
         compare(call, "torh", "torch")
 
 
+@pytest.mark.parametrize("state, checkpoint", [(torch.float32, BF16), (BF16, torch.float32)])
+def test_each_state_may_be_as_far_off_as_its_own_dtype(tmp_path, state, checkpoint):
+    x = Case(seed=8, lengths=(64,), heads=H).tensors(head_dim=D, dtype=torch.float32)
+    with kda_jit.capture(tmp_path) as recorder:
+        kda_jit.prefill(
+            *x.args,
+            **x.kwargs,
+            final_state=torch.zeros(1, H, D, D, dtype=state),
+            checkpoint_state=torch.zeros(1, H, D, D, dtype=checkpoint),
+            checkpoint_offsets=torch.tensor([32]),
+            backend="torch",
+        )
+    found = compare(read_call(recorder.files[0], "cpu"), CAPTURED, "torch")
+    assert found.passed
+    assert [o.allowed < 1e-4 for o in found.outputs] == [True, state != BF16, checkpoint != BF16]
+
+
+def test_the_rounding_of_a_bf16_state_is_no_fault(tmp_path):
+    """Not even the worst there is: every element half way between two numbers of bf16."""
+    x = Case(seed=9, lengths=(16,), heads=H).tensors(head_dim=D, dtype=torch.float32)
+    kept = {"k": torch.zeros_like(x.k), "g": torch.full_like(x.g, -80.0)}
+    with kda_jit.capture(tmp_path) as recorder:
+        kda_jit.prefill(
+            x.q, kept["k"], x.v, kept["g"], x.beta, A_log=x.A_log, dt_bias=x.dt_bias,
+            initial_state=torch.full((1, H, D, D), 1.0 + 2.0**-8),
+            final_state=torch.zeros(1, H, D, D, dtype=BF16),
+            backend="torch",
+        )  # fmt: skip
+    found = compare(read_call(recorder.files[0], "cpu"), CAPTURED, "torch")
+    assert found.outputs[1].a.worst == pytest.approx(2.0**-8, rel=1e-2)
+    assert found.passed
+
+
+def test_where_nan_leaves_no_bound_nothing_is_judged(live, tmp_path):
+    call = read_call(live, "cpu")
+    call.arguments["v"][0, 16, 0] = torch.nan
+    write_call(tmp_path / "nan.safetensors", Call(call.function, call.arguments))
+    text = run("torch", "auto", tmp_path / "nan.safetensors", "-o", tmp_path, "--device", "cpu")
+    assert "final_state: the same bits; not judged\n" in text
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda results: results.pop("final_state"), r"got {'out': \[1, 259, 2, 32\]}"),
+        (lambda results: results.update(out=results["out"][:, 1:]), r"got .*'out': \[1, 258"),
+        (lambda results: results.update(other=results["out"]), r"got .*'other'"),
+    ],
+)
+def test_results_of_another_call_are_refused(live, change, words):
+    with pytest.raises(InputError, match=f"captured: expected results .*final_state.* {words}"):
+        compare(changed(live, change), "torch", CAPTURED)
+
+
+def test_slots_that_are_not_those_of_the_pool_are_refused(pooled):
+    call = read_call(pooled, "cpu")
+    for text in ("2", "2,x", ""):
+        call.facts["slots"] = text
+        with pytest.raises(InputError, match=f"slots: expected .* 2 rows of initial_.* {text!r}"):
+            _ = call.slots
+
+
 # -- the command ---------------------------------------------------------------------------------
 
 
@@ -201,6 +264,19 @@ def test_the_command_says_who_ran_and_who_is_nearer(live, tmp_path, monkeypatch)
 def test_an_output_that_is_a_file_is_refused(live):
     with pytest.raises(InputError, match="output: expected a folder, got the file"):
         run("torch", "captured", live, "-o", live)
+
+
+def test_infinities_and_nan_are_text_in_the_json(live, tmp_path):
+    def spoil(results):
+        results["out"][0, 5, 0] = torch.nan
+
+    call = changed(live, spoil)
+    write_call(tmp_path / "nan.safetensors", call)
+    run("torch", "captured", tmp_path / "nan.safetensors", "-o", tmp_path, code=1)
+    text = (tmp_path / "compare.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found["outputs"][0]["b"]["worst"] == "inf"
+    assert found["along"]["b"][0] == "nan"
 
 
 def test_nothing_is_written_unasked(live, tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import InputError
+from .plain import as_json
 
 if TYPE_CHECKING:
     from ..compare import Comparison, Output, Side
@@ -55,7 +55,7 @@ def compare(
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         written = [output / "compare.json"]
-        written[0].write_text(json.dumps(work.as_json(found), indent=1) + "\n")
+        written[0].write_text(as_json(work.as_json(found)) + "\n")
         if importlib.util.find_spec("matplotlib") is None:
             console.print(
                 "no picture: it needs matplotlib (pip install 'kda_jit[demo]')", markup=False
@@ -102,6 +102,6 @@ def _verdict(o: Output, a: Side, b: Side) -> str:
     else:
         words = f"{names[o.nearer]} is nearer to float64"
     far = [names[s] for s in names if o.allowed is not None and getattr(o, s).worst > o.allowed]
-    limit = "" if o.allowed is None else f"; rounding explains {o.allowed:.1e}"
+    limit = "not judged" if o.allowed is None else f"rounding explains {o.allowed:.1e}"
     wrong = f", exceeded by {' and '.join(far)}" if far else ""
-    return f"{o.name}: {words}{limit}{wrong}"
+    return f"{o.name}: {words}; {limit}{wrong}"

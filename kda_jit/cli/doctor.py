@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..errors import InputError
+from .plain import as_json
 
 if TYPE_CHECKING:
     from ..doctor import Facts, Finding
@@ -42,7 +42,7 @@ def doctor(
         facts = gather()
     findings = judge(facts)
     if json_ is not None:
-        text = json.dumps(_as_json(facts, findings), indent=1)
+        text = as_json(_as_json(facts, findings))
         if screen:
             try:
                 json_.write_text(text + "\n")

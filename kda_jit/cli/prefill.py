@@ -51,6 +51,6 @@ def run(
     shapes = ", ".join(f"{k} {list(x.shape)} {str(x.dtype)[6:]}" for k, x in results.items())
     typer.echo(f"{output}: {shapes}")
     typer.echo("ran " + ", ".join(f"{key} {value}" for key, value in ran.items() if value))
-    for name, live in call.results.items():
-        same = same_bits(call, name, results[name], live)
+    for name in filter(results.__contains__, call.results):
+        same = same_bits(call, name, results[name], call.results[name])
         typer.echo(f"{name}: {'the same bits as' if same else 'other bits than'} the live call's")
