@@ -22,7 +22,7 @@ from kda_jit.bench import run as run_
 from kda_jit.bench.cases import BenchCase
 from kda_jit.bench.steps import StepCase
 from kda_jit.bench.subject import Ours
-from kda_jit.cli import app
+from kda_jit.cli import app, describe
 from kda_jit.cli import bench as command
 from tests.bench.runs import row, run
 
@@ -154,6 +154,16 @@ def test_pictures_need_matplotlib(call: Call, saved: Path, monkeypatch: pytest.M
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     text = call("--from", saved, "--plot", "pictures", code=2)
     assert "plot: expected matplotlib to draw with, got none: pip install" in text
+
+
+def test_help_names_every_suite_and_peer() -> None:
+    (found,) = [c for c in describe() if c.usage.startswith("bench")]
+    helps = {option.names: option.help for option in found.options}
+    for option, names in (
+        ("--suite", registry.SUITE_NAMES),
+        ("--peer", (*lineup.PEERS, *lineup.STEP_PEERS)),
+    ):
+        assert set(names) <= set(re.findall(r"[\w-]+", helps[option]))
 
 
 def test_list_searches_every_suite(call: Call) -> None:
