@@ -53,6 +53,10 @@ class SourceTree:
         self.loaded: Table = {}
         _trees.add(self)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # What a process loaded stays there. A copy owns nothing: the folder goes with the original.
+        return SourceTree, (self.folder,)
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Take all kernels from here inside the block. Other threads never notice."""

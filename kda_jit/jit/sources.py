@@ -8,6 +8,7 @@ that costs a needless rebuild, never a stale kernel.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -50,7 +51,7 @@ def root() -> Path:
     package = Path(__file__).resolve().parent.parent
     asked = _override.get() or settings.kernels_src()
     if asked is not None:
-        if not asked.is_dir():
+        if not os.path.isdir(asked):  # a Path raises where it may not look
             raise InputError(f"kernels_src: expected a folder of CUDA sources, got {asked}.")
         return asked.resolve()
     # The wheel's own comes first: beside an installed package, ../kernels_src is someone else's.
@@ -91,9 +92,13 @@ def read(file: str, *, folder: Path | None = None, text: str | None = None) -> S
         content = text.encode()
     found: dict[str, str] = {}
     _visit(base, path.parent, path, content, found)
+    try:
+        shown = content.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"file: expected {path} to be UTF-8, got {error}.") from None
     files = tuple(sorted(found.items()))
     digest = sha256("\0".join(f"{name}\0{value}" for name, value in files).encode()).hexdigest()
-    return SourceSet(base, path, content.decode(), files, digest)
+    return SourceSet(base, path, shown, files, digest)
 
 
 def _visit(base: Path, home: Path, path: Path, content: bytes, found: dict[str, str]) -> None:

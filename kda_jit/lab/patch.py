@@ -72,9 +72,15 @@ class Patched:
         return "".join(f"{line}\n" for line in written)
 
 
+def lines_of(text: str) -> list[str]:
+    """Lines as a compiler counts them, without their ends. (Others end at a form feed, too.)"""
+    lines = text.replace("\r\n", "\n").split("\n")
+    return lines[:-1] if lines[-1] == "" else lines
+
+
 def whole(text: str, origin: str, first: int = 1) -> Patched:
     """A file that is all of one origin. Its first line is the origin's line `first`."""
-    return Patched((Piece(tuple(text.splitlines()), origin, first),))
+    return Patched((Piece(tuple(lines_of(text)), origin, first),))
 
 
 def parse(cell: str, first: int = 1) -> list[Block]:
@@ -86,7 +92,7 @@ def parse(cell: str, first: int = 1) -> list[Block]:
     mark, start = "", 0
     old: list[str] = []
     new: list[str] = []
-    for number, line in enumerate(cell.splitlines(), first):
+    for number, line in enumerate(lines_of(cell), first):
         found = _MARK.match(line)
         expected = {"": "<", "<": "=", "=": ">"}[mark]
         if found is None:
@@ -129,7 +135,7 @@ def apply(base: str, blocks: Sequence[Block], *, file: str, cell: str) -> Patche
 
     Raises InputError where old lines are not in the base exactly once, or where blocks overlap.
     """
-    lines = base.splitlines()
+    lines = lines_of(base)
     bare = [line.rstrip() for line in lines]
     places = sorted((_find(bare, block, file), block.old_line, block) for block in blocks)
     pieces: list[Piece] = []

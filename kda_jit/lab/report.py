@@ -183,7 +183,10 @@ def compiled(variant: Variant, spec: KernelSpec) -> Compiled:
 def targets(variant: Variant, arch: str | Sequence[str] | None) -> list[str]:
     """What `arch` means for a variant, see `build`."""
     if arch is not None and arch != "all":
-        return [arch] if isinstance(arch, str) else list(dict.fromkeys(arch))
+        asked = [arch] if isinstance(arch, str) else list(dict.fromkeys(arch))
+        if not asked:
+            raise InputError("arch: expected a target at least, got none.")
+        return asked
     every = [target for target in TARGETS if _has(variant, target)]
     if not every:
         variant.specs(TARGETS[0])  # raises, and says why

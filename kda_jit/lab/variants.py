@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import keyword
 import os
 import re
 import shutil
@@ -21,7 +22,9 @@ from kda_jit.jit import KernelSpec, SourceTree, arch_named, sources
 from . import patch as patches
 from .patch import Patched
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_FOLDER = "kda_jit_lab-"  # how the names of copies begin
+_MOST_THREADS = 1024  # of a block
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +33,7 @@ class Variant:
 
     name      what reports call it
     file      path under kernels_src of the file it changes, or of one it adds; None: no change
-    base      what that file held; None where there was none
+    base      what that file held, with line ends of one character; None where there was none
     changed   what it holds now; None: no change
     schedule  the schedule of the cuda backend that it is for; None: every one that reads the file
     origin    the kernels_src that was copied
@@ -66,8 +69,8 @@ class Variant:
         """From the shipped file to this one, unified; empty where they are equal."""
         name = f"kernels_src/{self.file}"
         lines = difflib.unified_diff(
-            (self.base or "").splitlines(keepends=True),
-            self.text.splitlines(keepends=True),
+            [f"{line}\n" for line in patches.lines_of(self.base or "")],
+            [f"{line}\n" for line in patches.lines_of(self.text)],
             name if self.base is not None else "/dev/null",
             name,
         )
@@ -83,7 +86,7 @@ class Variant:
         copy = _copy(self.tree.folder)
         made = Variant("shipped", None, None, None, self.schedule, self.origin, copy)
         if self.file is not None:
-            (made.tree.folder / self.file).write_text(self.base or "")
+            (made.tree.folder / self.file).write_bytes((self.base or "").encode())
         return made
 
     @cached_property
@@ -155,14 +158,15 @@ def variant(
     launch    (threads, bytes of dynamic shared memory) of the kernels of a file of its own
     first_line  the number of the text's first line, in messages
 
-    Raises InputError where the patch does not fit, or a name is none.
+    Raises InputError where the patch does not fit, or a name is none, and inside the block of
+    another variant.
     """
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise InputError(f"name: expected an identifier such as fewer_stages, got {name!r}.")
     _check_schedule(schedule)
     if (source is None) == (patch is None):
         raise InputError("source, patch: expected one of them, got both or none.")
-    origin = sources.root()
+    origin = _origin()
     file = base or f"{name}.cu"
     text = _read(origin, file) if base is not None else None
     cell = f"<cell {name}>"
@@ -180,8 +184,10 @@ def variant(
             f"launch: expected None with a base, got {launch}. What the backend launches is not "
             "part of kernels_src."
         )
+    if launch is not None:
+        _check_launch(launch)
     made = Variant(name, file, text, changed, schedule, origin, _copy(origin), launch)
-    (made.tree.folder / file).write_text(changed.with_lines)
+    (made.tree.folder / file).write_bytes(changed.with_lines.encode())
     if base is not None and schedule not in (None, *made.schedules):
         raise InputError(
             f"schedule: expected one that reads {file} ({', '.join(made.schedules) or 'none'}), "
@@ -194,9 +200,11 @@ def shipped(schedule: str | None = None) -> Variant:
     """The kernels in use as they are now, to look at or to compare a variant with.
 
     schedule  this one alone
+
+    Raises InputError inside the block of a variant.
     """
     _check_schedule(schedule)
-    origin = sources.root()
+    origin = _origin()
     return Variant("shipped", None, None, None, schedule, origin, _copy(origin))
 
 
@@ -205,20 +213,44 @@ def _check_schedule(schedule: str | None) -> None:
         raise InputError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}.")
 
 
+def _check_launch(launch: tuple[int, int]) -> None:
+    pair = isinstance(launch, tuple) and [type(number) for number in launch] == [int, int]
+    if not pair or not 1 <= launch[0] <= _MOST_THREADS or launch[1] < 0:
+        raise InputError(
+            f"launch: expected 1 to {_MOST_THREADS} threads and bytes of dynamic shared memory, "
+            f"got {launch}."
+        )
+
+
+def _origin() -> Path:
+    """The kernels_src in use. A variant's is not: it goes with the variant, and has its marks."""
+    found = sources.root()
+    if found.name.startswith(_FOLDER):
+        raise InputError(
+            f"kernels_src: expected the usual one, got {found}, a copy that belongs to a variant. "
+            "Make this one outside of the other's active()."
+        )
+    return found
+
+
 def _read(origin: Path, file: str) -> str:
     """A source under `origin`, by the name that it has there and by no other."""
     names = sorted(path.relative_to(origin).as_posix() for path in origin.rglob("*.cu*"))
     if file not in names:
         raise InputError(f"base: expected one of {', '.join(names)}, got {file!r}.")
-    return (origin / file).read_text()
+    return sources.read(file, folder=origin).text.replace("\r\n", "\n")
 
 
 def _copy(origin: Path) -> SourceTree:
     """A copy of kernels_src, which goes when nobody holds the tree any more."""
-    folder = tempfile.mkdtemp(prefix="kda_jit_lab-")
-    shutil.copytree(origin, folder, dirs_exist_ok=True)
+    folder = tempfile.mkdtemp(prefix=_FOLDER)
     tree = SourceTree(folder)
     weakref.finalize(tree, _remove, folder, os.getpid())
+    try:
+        # An editor's lock file is a link to nowhere.
+        shutil.copytree(origin, folder, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+    except OSError as error:
+        raise InputError(f"kernels_src: expected to be copied, got {error} in {origin}.") from None
     return tree
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from contextvars import Context
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -10,6 +11,7 @@ from rich.text import Text
 from kda_jit.errors import InputError
 from kda_jit.jit import reload
 
+from .patch import lines_of
 from .shown import Shown
 from .variants import Variant
 
@@ -38,11 +40,14 @@ def adopt(variant: Variant, *, write: bool = True) -> Adopted:
     if variant.text == variant.base:
         raise InputError(f"variant: expected one that differs from {variant.file}, got its equal.")
     path = variant.origin / variant.file
-    now = path.read_text() if path.is_file() else ""
+    kept = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    now = kept.replace("\r\n", "\n")
+    if now == variant.text:
+        raise InputError(f"variant: expected one to be written, got {variant.name}: {path} is it.")
     if now != variant.base:
         since = difflib.unified_diff(
-            variant.base.splitlines(keepends=True),
-            now.splitlines(keepends=True),
+            [f"{line}\n" for line in lines_of(variant.base)],
+            [f"{line}\n" for line in lines_of(now)],
             f"{variant.file} (as {variant.name} took it)",
             f"{variant.file} (now)",
         )
@@ -52,6 +57,12 @@ def adopt(variant: Variant, *, write: bool = True) -> Adopted:
         )
     if not write:
         return Adopted(variant.diff, f"not written: {path}")
-    path.write_text(variant.text)
-    reload()
+    text = variant.text if kept == now else variant.text.replace("\n", "\r\n")
+    try:
+        path.write_bytes(text.encode())
+    except OSError as error:
+        raise InputError(
+            f"variant: expected to be written to {path}, which cannot be ({error.strerror})."
+        ) from None
+    Context().run(reload)  # the usual modules, even inside a variant's block
     return Adopted(variant.diff, f"written: {path}")

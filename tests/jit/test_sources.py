@@ -90,6 +90,13 @@ def test_missing_kernel_and_missing_folder_say_which(
         sources.root()
 
 
+@pytest.mark.parametrize("folder", ["a" * 5000, "a\0b"])
+def test_a_folder_that_no_system_has_is_missing_too(folder: str) -> None:
+    missing = pytest.raises(InputError, match=r"expected a folder of CUDA sources, got a")
+    with missing, sources.using(folder):
+        sources.root()
+
+
 def test_the_package_finds_its_own_sources_without_help() -> None:
     assert (sources.root() / "common").is_dir()
 

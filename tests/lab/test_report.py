@@ -109,6 +109,11 @@ def test_targets(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         built("sm_90")
 
 
+def test_no_target_is_refused(kernels: Path) -> None:
+    with pytest.raises(InputError, match=r"arch: expected a target at least, got none"):
+        lab.build(lab.shipped(), [])
+
+
 def test_a_file_of_its_own_is_told_how_it_is_launched(kernels: Path) -> None:
     text = (
         'extern "C" __global__ void toy(float* x) { __shared__ float s[64]; s[threadIdx.x] = *x; '

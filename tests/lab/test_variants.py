@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import pickle
+import shutil
+import tempfile
 import threading
 from pathlib import Path
 
@@ -73,6 +76,45 @@ def test_before_is_what_it_was_made_from(changed: lab.Variant, kernels: Path) ->
     assert (before.name, before.file, before.text, before.diff) == ("shipped", None, "", "")
 
 
+def test_what_is_made_inside_the_block_of_another_would_be_lost_with_it(
+    changed: lab.Variant,
+) -> None:
+    for make in (lab.shipped, lambda: lab.variant("x", base=HEADER, patch=PATCH)):
+        with changed.active(), pytest.raises(InputError, match=r"a copy that belongs to a variant"):
+            make()
+
+
+def test_a_link_to_nowhere_is_left_out(kernels: Path) -> None:
+    (kernels / ".#step.cuh").symlink_to("nobody@nowhere.1234")
+    assert not (lab.shipped().tree.folder / ".#step.cuh").is_symlink()
+
+
+def test_a_copy_that_fails_leaves_nothing_and_says_why(
+    changed: lab.Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(changed.tree.folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "kernels_src"))
+    before = sorted((tmp_path / "kernels_src").iterdir())
+    with pytest.raises(InputError, match=r"kernels_src: expected to be copied, got .*No such file"):
+        changed.before()
+    gc.collect()
+    assert sorted((tmp_path / "kernels_src").iterdir()) == before
+
+
+def test_a_source_that_is_not_utf8_is_refused(kernels: Path) -> None:
+    (kernels / HEADER).write_bytes(b"// caf\xe9\n")
+    with pytest.raises(InputError, match=rf"file: expected .*{HEADER} to be UTF-8"):
+        lab.variant("x", base=HEADER, patch=PATCH)
+
+
+def test_what_it_loaded_does_not_travel_with_it(changed: lab.Variant) -> None:
+    changed.tree.loaded["spec", 0] = threading.Lock()  # no more to be pickled than a module
+    copy = pickle.loads(pickle.dumps(changed))
+    assert copy.tree.folder == changed.tree.folder
+    assert copy.tree.loaded == {}
+    assert copy.diff == changed.diff
+
+
 def test_its_folder_goes_with_it(changed: lab.Variant) -> None:
     made = lab.shipped()
     folder = made.tree.folder
@@ -98,6 +140,11 @@ def test_its_folder_goes_with_it(changed: lab.Variant) -> None:
         ),
         ({"name": "x", "source": "", "schedule": "portable"}, r"schedule: expected None"),
         ({"name": "x", "base": HEADER, "source": "", "launch": (32, 0)}, r"launch: expected None"),
+        ({"name": "class", "source": ""}, r"name: expected an identifier .*, got 'class'"),
+        ({"name": None, "source": ""}, r"name: expected an identifier .*, got None"),
+        ({"name": "x", "source": "", "launch": (0, 0)}, r"launch: expected 1 to 1024 threads"),
+        ({"name": "x", "source": "", "launch": (32, -1)}, r"launch: expected 1 to 1024 threads"),
+        ({"name": "x", "source": "", "launch": 32}, r"launch: expected 1 to 1024 .* got 32"),
     ],
 )
 def test_what_makes_no_sense_is_refused(kernels: Path, arguments: dict, words: str) -> None:

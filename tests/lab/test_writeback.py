@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,42 @@ def test_the_file_is_written_and_used_from_then_on(mine: lab.Variant, kernels: P
 def test_it_is_written_where_it_came_from_even_inside_its_own_block(
     mine: lab.Variant, kernels: Path
 ) -> None:
+    before = module.generation()
     with mine.active():
         lab.adopt(mine)
     assert (kernels / HEADER).read_text() == WANT
+    assert module.generation() is not before
+
+
+def test_it_is_written_once(mine: lab.Variant) -> None:
+    lab.adopt(mine)
+    with pytest.raises(InputError, match=rf"expected one to be written, got mine: .*{HEADER} is"):
+        lab.adopt(mine)
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_other_lines_keep_every_byte(kernels: Path, end: bytes) -> None:
+    """Line ends of Windows, and what Python takes for the end of a line and a compiler does not."""
+    odd = "// a form\x0cfeed, a next\x85line, a line\u2028separator\n"
+    given = (odd + HEADER_TEXT).encode().replace(b"\n", end)
+    (kernels / HEADER).write_bytes(given)
+    made = lab.variant("mine", base=HEADER, patch=PATCH)
+    assert (made.tree.folder / HEADER).read_text().splitlines()[
+        0
+    ] == f'#line 1 "kernels_src/{HEADER}"'
+    lab.adopt(made)
+    assert (kernels / HEADER).read_bytes() == given.replace(b"x + kStep", b"x * kStep")
+
+
+def test_a_file_that_cannot_be_written_is_said_so(
+    mine: lab.Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, text: bytes) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(InputError, match=r"variant: expected to be written .*Permission denied"):
+        lab.adopt(mine)
 
 
 def test_an_edit_meanwhile_is_not_lost(mine: lab.Variant, kernels: Path) -> None:
