@@ -113,7 +113,9 @@ def cache_dir() -> Path:
     # A relative XDG_CACHE_HOME is void by the XDG specification.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
-        base = Path(os.path.expanduser("~")) / ".cache"
+        home = Path(os.path.expanduser("~"))
+        # Without HOME a user whom the system does not know has none: as for shells, it is then /.
+        base = (home if home.is_absolute() else Path("/")) / ".cache"
     return base / "kda_jit"
 
 

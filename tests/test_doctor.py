@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -20,7 +21,7 @@ pytest.importorskip("rich", reason="the command needs rich")
 
 from typer.testing import CliRunner
 
-from kda_jit import doctor, settings
+from kda_jit import capturing, doctor, settings
 from kda_jit.cli import app
 from kda_jit.doctor import Facts, judge, probes
 from kda_jit.doctor.facts import (
@@ -419,10 +420,12 @@ def test_every_variable_is_checked(clean, monkeypatch, tmp_path):
         "KDA_JIT_KERNELS_SRC": str(tmp_path / "nowhere"),
         "KDA_JIT_FLASHKDA_SO": str(tmp_path / "nowhere.so"),
         "KDA_JIT_VLLM": "maybe",
+        "KDA_JIT_CAPTURE": str(tmp_path / "file" / "below"),
         "KDA_JIT_CAPTURE_CALLS": "0",
         "KDA_JIT_CAPTURE_MIB": "much",
         "KDA_JIT_BACKND": "cuda",
     }
+    (tmp_path / "file").write_text("")
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     found = probes.environment_facts(Torch(gpus=(H200,)))
@@ -431,6 +434,26 @@ def test_every_variable_is_checked(clean, monkeypatch, tmp_path):
     assert found.wrong["KDA_JIT_ARCH"].endswith("Meant sm_90a? The suffix is part of the target.")
     assert found.wrong["KDA_JIT_BACKND"] == "is no variable of kda_jit"
     assert found.values["KDA_JIT_VLLM"] == "maybe"
+
+
+def test_a_path_that_may_not_be_looked_at_is_one_that_is_not_there(clean, monkeypatch):
+    monkeypatch.setenv("KDA_JIT_FLASHKDA_SO", "a" * 5000)
+    monkeypatch.setenv("KDA_JIT_KERNELS_SRC", "a" * 5000)
+    found = probes.environment_facts(Torch())
+    assert found.wrong.keys() == {"KDA_JIT_FLASHKDA_SO", "KDA_JIT_KERNELS_SRC"}
+    assert probes._sources()[0] is None
+
+
+def test_its_own_trial_is_not_captured(clean, monkeypatch, tmp_path):
+    monkeypatch.setenv("KDA_JIT_CAPTURE", str(tmp_path))
+    monkeypatch.setattr(capturing, "recorder", capturing._AsTheEnvironmentSays())
+    assert probes.trial_facts().passed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_packages_that_nobody_could_look_at_are_not_called_right(call, monkeypatch):
+    monkeypatch.setattr(metadata, "requires", lambda name: ["no requirement !"])
+    assert re.search(r"-  +packages +none looked at: InvalidRequirement", call(probes.gather())[1])
 
 
 def test_installed_versions_are_held_against_what_is_asked_for(monkeypatch):

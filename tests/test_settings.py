@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -117,3 +118,10 @@ def test_cache_dir_prefers_our_variable_then_xdg_then_home(monkeypatch: pytest.M
     assert settings.cache_dir() == Path("/var/xdg/kda_jit")
     monkeypatch.setenv("KDA_JIT_CACHE_DIR", "~/kernels")
     assert settings.cache_dir() == Path("/home/someone/kernels")
+
+
+def test_without_a_home_the_cache_is_no_folder_named_like_the_word_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user nobody knows
+    assert settings.cache_dir() == Path("/.cache/kda_jit")

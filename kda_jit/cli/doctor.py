@@ -112,6 +112,7 @@ def _rows(f: Facts) -> list[tuple[str, str]]:
     trial = f"{f.trial.tokens} tokens by {f.trial.ran.get('backend', '')}"
     off = f"{f.trial.off:.1e} off in the worst block, {f.trial.allowed:.1e} allowed"
     none = f"{NONE}: {d.error}" if d.error else NONE
+    packages = "others than kda_jit asks for" if f.packages.misfits else "as kda_jit asks for"
     return [
         ("GPU", "; ".join(gpus) or NONE),
         ("driver", none if d.cuda is None and d.module is None else _joined(driver)),
@@ -123,10 +124,7 @@ def _rows(f: Facts) -> list[tuple[str, str]]:
         ("sources", f.sources or NONE),
         ("cache", cache),
         ("environment", ", ".join(values) or f"{NONE} set"),
-        (
-            "packages",
-            "others than kda_jit asks for" if f.packages.misfits else "as kda_jit asks for",
-        ),
+        ("packages", f"{NONE} looked at: {f.packages.error}" if f.packages.error else packages),
         ("prefill", _joined([trial, f.trial.ran.get("kernels", ""), off]) if f.trial.ran else NONE),
     ]
 

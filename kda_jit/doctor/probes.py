@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from kda_jit import settings
+from kda_jit import capturing, settings
 from kda_jit._version import __version__
 from kda_jit.api import prefill
 from kda_jit.backends.base import Query, device_capability, last_launch
@@ -242,8 +242,11 @@ def environment_facts(found: Torch) -> Environment:
         except KdaError as error:
             wrong[name] = str(error).removeprefix(f"{name}: ")
     library = settings.flashkda_so()
-    if library is not None and not library.is_file():
+    if library is not None and not os.path.isfile(library):  # a Path raises where it may not look
         wrong[settings.FLASHKDA_SO.name] = f"expected a library, {library} does not exist"
+    calls = settings.capture()
+    if calls is not None and (why_not := cache.why_not_writable(calls)) is not None:
+        wrong[settings.CAPTURE.name] = f"expected a folder to write to, got {calls} ({why_not})"
     capability = found.gpus[0].capability if found.gpus else None
     problems = environment_problems(capability)
     wrong |= {name: why for name, why in problems.items() if name in ours}
@@ -285,7 +288,7 @@ def choice_facts() -> Choice:
 def trial_facts() -> Trial:
     """Runs it, and holds it against the recurrence in float64."""
     x = _TRIAL.tensors(_query().device, torch.bfloat16, HEAD_DIM)
-    with torch.no_grad():
+    with torch.no_grad(), capturing.unseen():
         out, _ = prefill(*x.args, **x.kwargs)
     launch = last_launch()
     want = x.reference()
