@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
@@ -52,7 +53,10 @@ class KdaMagics(Magics):
 
         NAME is then a `kda_jit.lab.Variant`. Nothing else in the process changes.
         """
-        asked = parse_argstring(self.kda_kernel, line)
+        try:
+            asked = parse_argstring(self.kda_kernel, line)
+        except ValueError as error:  # a quotation without its end
+            raise UsageError(str(error)) from None
         patched = asked.base is not None and not asked.whole
         try:
             made = variant(

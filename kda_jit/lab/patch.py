@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from kda_jit.errors import InputError
 
+_END_OF_GROUP = re.compile(r"\s*#\s*(endif|else|elif)\b")
 _MARK = re.compile(r"(<{4,}|={4,}|>+)\s*$")
 
 
@@ -61,14 +62,18 @@ class Patched:
     def with_lines(self) -> str:
         """The same for a compiler: a #line directive says where each piece is from.
 
+        Once more after each end of a group of `#if`: in one that is skipped, directives are, too.
         Not inside a macro of several lines, which a directive would end; what follows such a place
-        is named wrongly as far as the next piece.
+        is named wrongly as far as the next directive.
         """
         written: list[str] = []
         for piece in self.pieces:
-            if piece.lines and not (written and written[-1].rstrip().endswith("\\")):
-                written.append(f'#line {piece.first} "{piece.origin}"')
-            written += piece.lines
+            due = True
+            for number, line in enumerate(piece.lines, piece.first):
+                if due and not (written and written[-1].rstrip().endswith("\\")):
+                    written.append(f'#line {number} "{piece.origin}"')
+                written.append(line)
+                due = _END_OF_GROUP.match(line) is not None
         return "".join(f"{line}\n" for line in written)
 
 

@@ -62,6 +62,15 @@ def test_a_patch_that_does_not_fit_has_the_line_of_the_cell(shell, capsys) -> No
     assert "mine" not in shell.user_ns
 
 
+def test_options_that_make_no_sense_have_no_traceback(shell, capsys) -> None:
+    for line in ('toy "', "toy --nope", "--arch sm_80 toy", "toy --threads 0"):
+        done = shell.run_cell(f'%%kda_kernel {line}\nextern "C" __global__ void toy() {{}}\n')
+        assert not done.success
+        shown = "".join(capsys.readouterr())
+        assert "Error: " in shown
+        assert "Traceback" not in shown
+
+
 def test_whole_files_and_files_of_their_own(shell, kernels: Path) -> None:
     text = (kernels / HEADER).read_text()
     whole = f"%%kda_kernel whole --base {HEADER} --whole --schedule portable\n{text}"

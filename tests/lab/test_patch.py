@@ -87,6 +87,14 @@ def test_no_directive_ends_a_macro_of_several_lines() -> None:
     assert not any(line.startswith("#line") for line in inside)
 
 
+def test_lines_after_a_group_that_is_skipped_are_named_again() -> None:
+    base = "#if 0\nint a;\nint b;\n# endif // 0\nint c;\n"
+    done = patched(block("int a;\n", "int d;\nint e;\n"), base)
+    lines = done.with_lines.splitlines()
+    end = lines.index("# endif // 0")
+    assert lines[end + 1 :] == ['#line 5 "file.cu"', "int c;"]
+
+
 @given(data=st.data())
 def test_every_line_keeps_its_origin(data: st.DataObject) -> None:
     """Whatever is replaced: a compiler finds each line where #line says it is."""
