@@ -137,9 +137,11 @@ def _side(call: Call, name: str) -> Side:
         launch = last_launch()
         return Side(name, {} if launch is None else launch.facts(), results)
     if not call.results:
+        raised = call.facts.get("error")
+        why = "without." if raised is None else f"of a call that raised {raised}"
         raise InputError(
             f"{CAPTURED}: expected a file with the results of a live call, as kda_jit.capture "
-            "writes it, got one without."
+            f"writes it, got one {why}"
         )
     keys = ("backend", "kernels", "schedule", "target", "gpu", "date")
     return Side(name, {k: call.facts[k] for k in keys if k in call.facts}, call.results)

@@ -292,6 +292,14 @@ def test_run_refuses_wrong_shapes_and_devices_in_words(main, tmp_path):
         )
 
 
+def test_run_refuses_a_place_that_cannot_be_written_before_it_runs(main, monkeypatch):
+    pytest.importorskip("safetensors", reason="run needs safetensors")
+    monkeypatch.setattr("kda_jit.jit.cache.why_not_writable", lambda place: "Read-only file system")
+    code, _ = main("run", "nowhere.safetensors")
+    assert code.startswith("InputError: output: expected a place to write to, got outputs.safeten")
+    assert code.endswith("(Read-only file system).")
+
+
 def test_what_a_terminal_cannot_show_is_escaped(monkeypatch):
     from rich.console import Console
 

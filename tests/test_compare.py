@@ -168,6 +168,9 @@ def test_what_cannot_be_compared_is_refused(live):
     call = read_call(live, "cpu")
     with pytest.raises(InputError, match="captured: expected a file with the results of a live"):
         compare(Call(call.function, call.arguments), CAPTURED, "torch")
+    failed = Call(call.function, call.arguments, facts={"error": "RuntimeError: an illegal access"})
+    with pytest.raises(InputError, match="got one of a call that raised RuntimeError: an illegal"):
+        compare(failed, "torch", CAPTURED)
     with pytest.raises(BackendNameError, match="Did you mean 'torch'"):
         compare(call, "torh", "torch")
 
@@ -262,8 +265,9 @@ def test_the_command_says_who_ran_and_who_is_nearer(live, tmp_path, monkeypatch)
 
 
 def test_an_output_that_is_a_file_is_refused(live):
-    with pytest.raises(InputError, match="output: expected a folder, got the file"):
-        run("torch", "captured", live, "-o", live)
+    for place in (live, live / "below"):
+        with pytest.raises(InputError, match=f"output: expected a folder to write to, got {place}"):
+            run("torch", "captured", live, "-o", place)
 
 
 def test_infinities_and_nan_are_text_in_the_json(live, tmp_path):

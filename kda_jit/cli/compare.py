@@ -42,10 +42,11 @@ def compare(
 
     from .. import compare as work
     from ..callfile import read_call
+    from ..jit.cache import why_not_writable
     from ..picture import draw
 
-    if output is not None and output.exists() and not output.is_dir():
-        raise InputError(f"output: expected a folder, got the file {output}.")
+    if output is not None and (why_not := why_not_writable(output)) is not None:
+        raise InputError(f"output: expected a folder to write to, got {output} ({why_not}).")
     console = Console()
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     call = read_call(inputs, place)
@@ -53,7 +54,6 @@ def compare(
         found = work.compare(call, a, b)
     _show(console, found)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         written = [output / "compare.json"]
         written[0].write_text(as_json(work.as_json(found)) + "\n")
         if importlib.util.find_spec("matplotlib") is None:

@@ -35,6 +35,7 @@ def run(
     import kda_jit
 
     from ..callfile import read_call, to_host
+    from ..jit.cache import why_not_writable
     from ..replay import replay, same_bits
 
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,6 +43,8 @@ def run(
         raise InputError(
             f"output: expected a file other than the inputs, in a folder that exists, got {output}."
         )
+    if (why_not := why_not_writable(output.parent)) is not None:
+        raise InputError(f"output: expected a place to write to, got {output} ({why_not}).")
     call = read_call(inputs, place)
     results = replay(call, backend)
     launch = kda_jit.last_launch()
