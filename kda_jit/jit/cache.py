@@ -98,7 +98,10 @@ def publish(key: str, binary: bytes, suffix: str, facts: Mapping[str, Any]) -> E
     facts    JSON data: log, resources, spec, versions
     """
     try:
-        return _write(folder() / key, key, binary, suffix, facts)
+        try:
+            return _write(folder() / key, key, binary, suffix, facts)
+        except FileNotFoundError:  # cleared meanwhile
+            return _write(folder() / key, key, binary, suffix, facts)
     except OSError as error:
         # Full, or taken away since it was checked: one more try, in the temporary folder.
         spare = _temporary()

@@ -64,5 +64,6 @@ def adopt(variant: Variant, *, write: bool = True) -> Adopted:
         raise InputError(
             f"variant: expected to be written to {path}, which cannot be ({error.strerror})."
         ) from None
-    Context().run(reload)  # the usual modules, even inside a variant's block
+    reload()
+    Context().run(reload)  # and the usual modules, where this is in a block with others
     return Adopted(variant.diff, f"written: {path}")

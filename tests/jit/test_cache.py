@@ -33,6 +33,22 @@ def test_published_entry_is_found_and_whole(cache_folder: Path) -> None:
     assert entry.facts == {"log": "words", "flags": ["a", "b"]}  # as JSON gives them back
 
 
+def test_a_folder_that_is_cleared_under_the_writer_is_no_full_disk(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_replace, cleared = cache._replace, []
+
+    def meanwhile(path: Path, content: bytes) -> None:
+        if path.name == "meta.json" and not cleared:
+            cleared.append(cache.clear())
+        true_replace(path, content)
+
+    monkeypatch.setattr(cache, "_replace", meanwhile)
+    assert cache.publish(KEY, b"binary", "cubin", {}).path.parent == cache_folder / KEY
+    assert cleared == [1]
+    assert cache.lookup(KEY) is not None
+
+
 def _edit_meta(folder: Path, change: Callable[[dict[str, object]], None]) -> None:
     meta = json.loads((folder / "meta.json").read_text())
     change(meta)

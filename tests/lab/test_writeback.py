@@ -9,7 +9,7 @@ import pytest
 
 from kda_jit import lab
 from kda_jit.errors import InputError
-from kda_jit.jit import module
+from kda_jit.jit import module, use_sources
 
 from .conftest import HEADER, HEADER_TEXT
 
@@ -42,6 +42,14 @@ def test_it_is_written_where_it_came_from_even_inside_its_own_block(
         lab.adopt(mine)
     assert (kernels / HEADER).read_text() == WANT
     assert module.generation() is not before
+
+
+def test_in_a_block_with_other_sources_it_is_used_there(kernels: Path) -> None:
+    with use_sources(kernels):
+        made = lab.variant("mine", base=HEADER, patch=PATCH)
+        before = module.generation()
+        lab.adopt(made)
+        assert module.generation() is not before
 
 
 def test_it_is_written_once(mine: lab.Variant) -> None:
