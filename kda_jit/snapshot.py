@@ -106,7 +106,7 @@ def compact(indices: Tensor, size: int, null: int = -1) -> tuple[Tensor, Tensor]
     named = (given >= 0) & (given < size) & (given != null)
     slots, inside = given[named].unique(return_inverse=True)
     if not len(slots):
-        slots = torch.zeros(min(size, 1), dtype=torch.long)
+        slots = given.new_zeros(min(size, 1))
     found = torch.where((given >= size) & (given != null), given - size + len(slots), -1)
     found[named] = inside
     return slots, found.to(indices.dtype)
