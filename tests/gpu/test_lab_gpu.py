@@ -40,7 +40,8 @@ def cuda_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def variant(name: str, change: Callable[[str], str]) -> lab.Variant:
     """The portable file, changed by a function, for the portable schedule."""
-    text = (lab.shipped().tree.folder / PORTABLE.file).read_text()
+    shipped = lab.shipped()  # its folder lives as long as it does
+    text = (shipped.tree.folder / PORTABLE.file).read_text()
     changed = change(text)
     assert changed != text, "the anchor in the kernel is gone: take another"
     return lab.variant(name, changed, base=PORTABLE.file, schedule="portable")
