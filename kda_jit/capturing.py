@@ -124,7 +124,7 @@ class Recorder:
             )
         if max_bytes < 1:
             raise InputError(f"max_bytes: expected at least 1, got {max_bytes}.")
-        self.folder = _ready(Path(folder))
+        self.folder = _ready(Path(folder).absolute())  # wherever the process goes from here
         self.files: list[Path] = []
         self._skip, self._left, self._max_bytes = calls.start, len(calls), max_bytes
         self._warned: set[str] = set()

@@ -299,6 +299,15 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
         pass
 
 
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with kda_jit.capture("calls") as recorder:
+        monkeypatch.chdir("elsewhere")
+        kda_jit.prefill(**call())
+    assert [file.parent for file in recorder.files] == [tmp_path / "calls"]
+
+
 def test_a_folder_that_takes_no_file_is_refused_at_once(tmp_path, monkeypatch):
     def refuse(dir):
         raise PermissionError(errno.EACCES, "Permission denied")
