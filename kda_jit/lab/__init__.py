@@ -2,16 +2,19 @@
 
     %load_ext kda_jit.lab
 
-    %%kda_kernel fewer_stages --base sm80/kda_prefill.cu --arch sm_80 sm_90a
+    %%kda_kernel tanh_sigmoid --base common/numerics.cuh --arch sm_80 sm_90a
     <<<<
-    constexpr int kStages = 3;
+    KDA_DEVICE float sigmoid(float x) { return reciprocal_approx(1.0f + exp2_approx(-kLog2E * x)); }
     ====
-    constexpr int kStages = 2;
+    KDA_DEVICE float sigmoid(float x) { return fmaf(0.5f, tanhf(0.5f * x), 0.5f); }
     >>>>
 
 or, without a notebook,
 
-    fewer_stages = lab.variant("fewer_stages", base="sm80/kda_prefill.cu", patch=...)
+    from kda_jit import lab
+
+    tanh_sigmoid = lab.variant("tanh_sigmoid", base="common/numerics.cuh", patch=...)
+    print(lab.build(tanh_sigmoid, ["sm_80", "sm_90a"]))
 
     variant    a file of kernels_src patched or replaced, or a file of its own
     shipped    the kernels as they are, to compare with
@@ -25,12 +28,23 @@ A variant is a copy of kernels_src with a change, and an object that one holds: 
 kernels inside `with variant.active():`, in that thread, and nowhere else. Its binaries are in the
 same disk cache as all others, under keys of their own content.
 
-Needs the extra `notebooks` (the magic: IPython; tables: rich).
+A variant changes one file. How many threads a kernel gets, and how much dynamic shared memory, is
+in kda_jit/backends/cuda.py, and an assertion in the source holds its structs to that: another
+number of stages is a change of both, in a checkout.
+
+Needs the extra `notebooks` (the magic: IPython; tables: rich), and `cuda12` or `cuda13` to compile.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+try:
+    import rich as _rich  # noqa: F401
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "kda_jit.lab needs the package rich: pip install 'kda_jit[cli]'", name="rich"
+    ) from None
 
 from .contest import Bench, bench
 from .disassembler import DisassemblerError

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import pickle
+import re
 import shutil
 import tempfile
+import textwrap
 import threading
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from kda_jit.backends.cuda import SCHEDULES
 from kda_jit.errors import InputError
 from kda_jit.jit import sources
 
-from .conftest import HEADER, HEADER_TEXT, PORTABLE, UNREAD
+from .conftest import HEADER, HEADER_TEXT, PORTABLE, UNREAD, needs_nvrtc
 
 PATCH = "<<<<\nconstexpr float kStep = 2.0f;\n====\nconstexpr float kStep = 3.0f;\n>>>>\n"
 PATCHED = HEADER_TEXT.replace("2.0f", "3.0f")
@@ -105,6 +107,18 @@ def test_a_source_that_is_not_utf8_is_refused(kernels: Path) -> None:
     (kernels / HEADER).write_bytes(b"// caf\xe9\n")
     with pytest.raises(InputError, match=rf"file: expected .*{HEADER} to be UTF-8"):
         lab.variant("x", base=HEADER, patch=PATCH)
+
+
+@needs_nvrtc
+def test_the_example_of_the_module_compiles() -> None:
+    patch = re.search(r"^ +<<<<$.*?^ +>>>>$", lab.__doc__, re.M | re.S)[0]
+    made = lab.variant(
+        "tanh_sigmoid",
+        base="common/numerics.cuh",
+        patch=textwrap.dedent(patch),
+        schedule="portable",
+    )
+    assert lab.build(made, ["sm_80", "sm_90a"]).ok
 
 
 def test_what_it_loaded_does_not_travel_with_it(changed: lab.Variant) -> None:
