@@ -122,6 +122,9 @@ def test_a_machine_without_a_gpu_has_nothing_broken(call):
     assert code == 0
     assert "none: CUDA driver: cannot be opened. Is this a GPU machine?" in text
     assert "cuda    no: needs a CUDA device, got cpu" in text
+    tried = Nvrtc((12, 9), "/site/libnvrtc.so.12", {"sm_80": None})
+    _, with_nvrtc = call(dataclasses.replace(NO_GPU, nvrtc=tried))
+    assert "12.9, /site/libnvrtc.so.12, builds sm_80, tried without a GPU\n" in with_nvrtc
     assert "1. note, CuPy: not installed; without a GPU only `kda-jit compile` would want" in text
     assert "A prefill runs, by torch on cpu: 1 note." in text
 
@@ -165,7 +168,12 @@ SITUATIONS = {
     "NVRTC without its builtins": (
         CUDA_12 | {"nvrtc": Nvrtc((12, 9), None, {"sm_90a": "cannot open builtins"})},
         "broken, NVRTC: NVRTC 12.9 builds nothing for sm_90a: cannot open builtins",
-        "pip install --upgrade 'kda_jit[cuda12]'",
+        "pip install --upgrade --force-reinstall 'nvidia-cuda-nvrtc-cu12<13'",
+    ),
+    "NVRTC older than the GPU": (
+        {"nvrtc": Nvrtc((13, 0), None, {"sm_121a": "invalid value for --gpu-architecture"})},
+        "broken, NVRTC: NVRTC 13.0 builds nothing for sm_121a: invalid value",
+        "pip install --upgrade --force-reinstall 'nvidia-cuda-nvrtc<14'",
     ),
     "PTX for an older driver": (
         CUDA_12 | {"environment": Environment({"KDA_JIT_ARCH": "compute_80"})},
@@ -222,7 +230,7 @@ SITUATIONS = {
     "Triton cannot be imported": (
         {"triton": Triton("3.7.1", error="ImportError: libtriton.so")},
         "broken, Triton: triton 3.7.1 cannot be imported: ImportError: libtriton.so",
-        "pip install --force-reinstall 'kda_jit[triton]'",
+        "pip uninstall -y triton && pip install 'kda_jit[triton]'",
     ),
     "Triton interprets": (
         {"triton": Triton("3.7.1", True, "/usr/bin/cc")},

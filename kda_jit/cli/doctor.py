@@ -103,6 +103,7 @@ def _rows(f: Facts) -> list[tuple[str, str]]:
     cupy = [wheels or c.version or "", f"for CUDA {c.generation}" if c.generation else ""]
     nvrtc = [dotted(n.version) if n.version else "", n.path or ""]
     builds = [target for target, why_not in n.targets.items() if why_not is None]
+    built = f"builds {', '.join(builds)}{'' if f.torch.gpus else ', tried without a GPU'}"
     headers = "the kernels include none"
     if h.folder is not None:
         headers += f"; CuPy would take CUDA {dotted(h.cuda)} in {h.folder}"
@@ -118,7 +119,7 @@ def _rows(f: Facts) -> list[tuple[str, str]]:
         ("driver", none if d.cuda is None and d.module is None else _joined(driver)),
         ("torch", f"{t.version}, {'built for CUDA ' + dotted(t.cuda) if t.cuda else 'no CUDA'}"),
         ("CuPy", _joined(cupy)),
-        ("NVRTC", _joined([*nvrtc, f"builds {', '.join(builds)}" if builds else ""])),
+        ("NVRTC", _joined([*nvrtc, built if builds else ""])),
         ("headers", headers),
         ("Triton", _joined(triton)),
         ("sources", f.sources or NONE),

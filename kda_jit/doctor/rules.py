@@ -83,6 +83,12 @@ def _anew(f: Facts) -> str:
     return f"pip uninstall -y {wheels} && {_install(f)}" if wheels else _install(f)
 
 
+def _nvrtc_anew(extra: str) -> str:
+    """By its own name: `--upgrade` with an extra leaves alone what the extra allows."""
+    wheel = "nvidia-cuda-nvrtc-cu12<13" if extra == "cuda12" else "nvidia-cuda-nvrtc<14"
+    return f"pip install --upgrade --force-reinstall '{wheel}'"
+
+
 def _torch_for(f: Facts) -> str:
     runs = f.driver.cuda or (12, 0)
     wheel = next((name for name, least in _TORCH_WHEELS if runs >= least), "cu126")
@@ -210,7 +216,7 @@ def _nvrtc(f: Facts) -> Iterator[Finding]:
                 Level.BROKEN,
                 "NVRTC",
                 f"NVRTC {dotted(n.version)} builds nothing for {target}: {why_not}",
-                f"pip install --upgrade 'kda_jit[{own}]'",
+                _nvrtc_anew(own),
             )
     release = f.driver.cuda
     if n.version is not None and release is not None and n.version > release:
@@ -246,7 +252,7 @@ def _triton(f: Facts) -> Iterator[Finding]:
             Level.BROKEN,
             "Triton",
             f"triton {t.version or ''} cannot be imported: {t.error}".replace("  ", " "),
-            "pip install --force-reinstall 'kda_jit[triton]'",
+            "pip uninstall -y triton && pip install 'kda_jit[triton]'",
         )
     elif not f.torch.gpus:
         return
