@@ -123,7 +123,8 @@ def read_call(path: Path, device: str) -> Call:
     except (OSError, SafetensorError) as error:
         raise InputError(f"inputs: expected a safetensors file, got {path}: {error}") from None
     try:
-        tensors = {name: x.to(device) for name, x in tensors.items()}
+        # A copy on the CPU, too: where a tensor begins in the file may be aligned to nothing.
+        tensors = {name: x.to(device, copy=True) for name, x in tensors.items()}
     except (RuntimeError, AssertionError) as error:  # torch has no such device
         raise DeviceError(
             f"device: expected one that torch can use, got {device}: {error}"

@@ -1,5 +1,6 @@
 """The commands of `kda-jit`, called as a person would, in process and on the CPU."""
 
+import importlib
 import io
 import re
 import sys
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from kda_jit import __main__ as entry
 from kda_jit.cli import app, describe
+from kda_jit.errors import CompileError
 from kda_jit.jit.compiler import unavailable_reason
 
 NEEDS_NVRTC = pytest.mark.skipif(
@@ -58,6 +60,9 @@ def test_help_names_every_command(call):
     text = call("--help")
     for command in describe():
         assert re.search(rf"^\W*{command.usage.split()[0]}\b", text, re.MULTILINE)
+    assert "..." not in text.partition("Commands:")[2], (
+        "a sentence is cut: give the command a short_help"
+    )
     usages = {c.usage.partition(" [")[0] for c in describe()}
     assert usages == {
         "doctor", "info", "explain", "compile", "cache info", "cache clear", "run INPUTS",
@@ -143,6 +148,7 @@ def test_explain_of_a_backend_that_cannot(call):
         (["explain", "--lower-bound", "0"], "InputError: lower_bound: expected None or a number"),
         (["explain", "--head-dim", "0"], "InputError: head_dim, value_head_dim: expected at least"),
         (["compile", "--arch", "sm_90"], "InputError: target: expected one of"),
+        (["compile", "--arch", "sm_110a"], "InputError: arch: expected one that there are kernels"),
         (["run", "nowhere.safetensors"], "InputError: inputs: expected a safetensors file"),
         (["explain", "--backend", "tritn"], None),
     ],
@@ -179,6 +185,32 @@ def test_compile_and_cache(call):
     assert count >= 1
     assert call("cache", "clear") == f"deleted   {count}\n"
     assert re.search(r"^entries +0$", call("cache", "info"), re.M)
+
+
+@NEEDS_NVRTC
+def test_compile_folds_no_name_in_80_columns(call, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = call("compile", "--arch", "sm_90a", "--arch", "compute_80")
+    for name in ("sm90/kda_pipeline.cu ", "kda_recurrence_single ", "kda_pipeline_begin "):
+        assert name in text
+
+
+def test_without_nvrtc_compile_says_so_once(call, monkeypatch):
+    def fail(spec, *, fresh=False):
+        raise CompileError("NVRTC: CuPy cannot be imported")
+
+    monkeypatch.setattr("kda_jit.jit.compiler.compile_spec", fail)
+    text = call("compile", "--arch", "sm_90a", code=1)
+    assert text.count("failed") == 3
+    assert text.count("CompileError: NVRTC: CuPy cannot be imported") == 1
+
+
+def test_the_workbench_without_rich_names_the_extra(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("kda_jit.lab")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs the package rich: pip install 'kda_jit"):
+        importlib.import_module("kda_jit.lab")
 
 
 @NEEDS_NVRTC

@@ -264,6 +264,20 @@ def test_the_command_says_who_ran_and_who_is_nearer(live, tmp_path, monkeypatch)
     assert picture.shape[0] > 500 and picture[..., :3].std() > 0.05
 
 
+def test_a_word_that_is_no_side_is_refused_with_all_that_are(live):
+    with pytest.raises(BackendNameError, match=r"'reference'\. Or captured: what the live"):
+        run("reference", "torch", live, "--device", "cpu")
+
+
+@pytest.mark.parametrize("length", range(1, 17))
+def test_tensors_from_a_file_are_aligned_wherever_they_lie_in_it(live, tmp_path, length):
+    call = read_call(live, "cpu")
+    call.facts["note"] = "x" * length
+    write_call(tmp_path / "noted.safetensors", call)
+    found = read_call(tmp_path / "noted.safetensors", "cpu").arguments.values()
+    assert not any(x.data_ptr() % 16 for x in found if isinstance(x, torch.Tensor))
+
+
 def test_an_output_that_is_a_file_is_refused(live):
     for place in (live, live / "below"):
         with pytest.raises(InputError, match=f"output: expected a folder to write to, got {place}"):

@@ -39,16 +39,17 @@ def _options(
     pass
 
 
-app.command()(doctor.doctor)
-app.command()(machine.info)
+# The list of commands has room for 67 characters each, and cuts a first sentence that has more.
+app.command(short_help="Says what does not fit here, and what to type.")(doctor.doctor)
+app.command(short_help="Prints versions, GPUs with their targets, and folders.")(machine.info)
 app.command()(machine.explain)
-app.command()(kernels.compile)
+app.command(short_help="Compiles the kernels; prints registers and spills.")(kernels.compile)
 app.add_typer(kernels.cache, name="cache")
 app.command()(prefill.run)
-app.command()(compare.compare)
-app.command()(verify.verify)
-app.command()(bench.bench)
-app.command()(demo.demo)
+app.command(short_help="Makes one call by two backends, and says who is nearer.")(compare.compare)
+app.command(short_help="Tries the laws of the operator on a backend.")(verify.verify)
+app.command(short_help="Checks results, then times them beside peers.")(bench.bench)
+app.command(short_help="Runs a batch of mixed lengths, checks it, draws it.")(demo.demo)
 
 
 @dataclass(frozen=True)

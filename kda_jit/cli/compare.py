@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import InputError
+from ..errors import BackendNameError, InputError
 from .plain import as_json
 
 if TYPE_CHECKING:
@@ -50,8 +50,11 @@ def compare(
     console = Console()
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     call = read_call(inputs, place)
-    with Console(stderr=True).status("comparing ..."):
-        found = work.compare(call, a, b)
+    try:
+        with Console(stderr=True).status("comparing ..."):
+            found = work.compare(call, a, b)
+    except BackendNameError as error:
+        raise BackendNameError(f"{error} Or captured: what the live call wrote.") from None
     _show(console, found)
     if output is not None:
         written = [output / "compare.json"]

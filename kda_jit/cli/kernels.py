@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import CompileError
+from ..errors import CompileError, InputError
 
 if TYPE_CHECKING:
     from ..jit.compiler import Compiled
@@ -70,7 +70,12 @@ def specs_for(targets: Iterable[str]) -> list[KernelSpec]:
 
     names: list[str] = []
     for target in targets:
-        names += [*TARGETS, *PTX_TARGETS] if target == "all" else [arch_named(target).target]
+        if target == "all":
+            names += [*TARGETS, *PTX_TARGETS]
+        elif compile_specs(name := arch_named(target).target):
+            names.append(name)
+        else:
+            raise InputError(f"arch: expected one that there are kernels for, got {name!r}.")
     return [spec for name in dict.fromkeys(names) for spec in compile_specs(name)]
 
 
@@ -84,11 +89,12 @@ def build(
     """
     from ..jit.compiler import compile_spec
 
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    # One blank between columns, so that no name is folded in a terminal of 80.
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("target")
     table.add_column("file", overflow="fold")
     table.add_column("kernel", overflow="fold")
-    for heading in ("registers", "spill bytes", "static smem", "seconds"):
+    for heading in ("regs", "spill\nbytes", "static\nsmem", "seconds"):
         table.add_column(heading, justify="right")
     failures = []
     with console.status("compiling ...") as status:
@@ -105,15 +111,15 @@ def build(
 
 def show_failures(console: Console, failures: Iterable[CompileError]) -> None:
     """Each error in its own words: which kernel, the compiler's lines, how to build it again."""
-    for failure in failures:
-        text = f"\nCompileError: {failure}"
+    for words in dict.fromkeys(map(str, failures)):  # without NVRTC all say the same
+        text = f"\nCompileError: {words}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _add_rows(table: Table, result: Compiled) -> None:
     """A line per entry; what is the file's stands on the first."""
     file = result.spec.file
-    seconds = f"{result.seconds:.2f}" + (" cached" if result.from_cache else "")
+    seconds = "cached" if result.from_cache else f"{result.seconds:.2f}"
     for name in result.entries:
         numbers = ("", "", "")  # PTX: only the driver knows
         if taken := result.resources.get(name):
