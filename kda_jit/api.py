@@ -17,6 +17,7 @@ from kda_jit.backends.base import (
     record_launch,
 )
 from kda_jit.contract import KdaProblem, make_problem
+from kda_jit.contract.checks import check_place
 from kda_jit.errors import InputTypeError
 from kda_jit.resolver import Resolution, asked_backend, get_backend, resolve, resolve_backend
 from kda_jit.workspace import Workspace, current_stream, default_workspace
@@ -281,13 +282,10 @@ def warmup(
     num_heads        H; num_value_heads, HV: the same unless given
     state_dtype      fp32 or bf16, of states in and out
 
-    Returns what ``resolve_backend`` says for it, and raises what that raises.
+    Returns what ``resolve_backend`` says for it, and raises what that raises; DeviceError for a
+    device that torch cannot use.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
+    place = check_place(device)
     resolution = resolve_backend(
         backend, head_dim=head_dim, dtype=dtype, lower_bound=lower_bound, device=place
     )

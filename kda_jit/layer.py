@@ -18,6 +18,7 @@ from kda_jit.contract.checks import (
     check_grad,
     check_lower_bound,
     check_parameter,
+    check_place,
     check_scale,
     check_state,
     check_tokens,
@@ -140,7 +141,7 @@ class KDACore:
         self.dtype, self.state_dtype = dtype, state_dtype
         self.g_dtype, self.beta_dtype = g_dtype or dtype, beta_dtype or dtype
         self.limits = Limits(max_num_batched_tokens, max_num_seqs, num_spec)
-        self.device = _place(device)
+        self.device = check_place(device)
         self._index = -1 if self.device.index is None else self.device.index
         self._checkpoints = checkpoints
         self._decodes_apart = decodes_apart
@@ -546,16 +547,6 @@ def _asked(backend: str, additional_config: Mapping[str, object] | None) -> tupl
         asked: str = additional_config[BACKEND_KEY]  # type: ignore[assignment]
         return asked, f'additional_config["{BACKEND_KEY}"]'
     return backend, "backend"
-
-
-def _place(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    if place.type == "cuda" and place.index is None:
-        current = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        return torch.device("cuda", current)
-    return place
 
 
 _MaybeTensor = TypeVar("_MaybeTensor", Tensor, Tensor | None)

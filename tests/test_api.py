@@ -386,6 +386,11 @@ def test_warmup_on_the_cpu_is_torch_and_runs_nothing(spy):
         kda_jit.warmup("cpu", backend="cuda")
 
 
+def test_warmup_where_torch_cannot_work_says_so():
+    with pytest.raises(DeviceError, match="device: expected one that torch can use, got cuda:99"):
+        kda_jit.warmup("cuda:99")
+
+
 def test_warmup_runs_each_option_of_triton_once(spy, monkeypatch):
     resolution = kda_jit.Resolution("triton", {})
     monkeypatch.setattr(api, "resolve_backend", lambda *a, **k: resolution)

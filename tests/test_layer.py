@@ -583,6 +583,12 @@ def test_checkpoints_that_were_not_planned_are_refused(monkeypatch: pytest.Monke
         ({"workspace": 5}, InputTypeError, "workspace: expected a kda_jit.Workspace"),
         ({"workspace": Workspace(), "lanes": 2}, InputError, "lanes: expected 1 along with a"),
         ({"workspace": Workspace({}, "meta")}, DeviceError, "expected one on cpu, got one on meta"),
+        (
+            {"device": "cuda:99"},
+            DeviceError,
+            "device: expected one that torch can use, got cuda:99",
+        ),
+        ({"device": "gpu"}, DeviceError, "device: expected cpu, cuda or cuda:N, got 'gpu'"),
         ({"backend": "cuda"}, NoBackendError, "needs a CUDA device, got cpu"),
         ({"backend": "cudda"}, BackendNameError, "Did you mean 'cuda'?"),
     ],

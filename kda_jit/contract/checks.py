@@ -17,7 +17,7 @@ from kda_jit.contract.words import (
     refuse_shape,
     refuse_stride,
 )
-from kda_jit.errors import GradError, InputError, InputTypeError
+from kda_jit.errors import DeviceError, GradError, InputError, InputTypeError
 
 #: Checkpoint offsets are multiples of this many tokens (all backends, all schedules).
 CHECKPOINT_GRANULE = 16
@@ -159,6 +159,24 @@ def check_per_sequence(
     if not x.is_contiguous() and not (strided and x.stride(0) > 0):
         refuse_stride(name, x, "stride(0) >= 1" if strided else "contiguous")
     return _extent(x)
+
+
+def check_place(device: torch.device | str | None) -> torch.device:
+    """The device to work on, a GPU with its index; None: the current one, the CPU without any."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        device = "cuda" if gpus else "cpu"
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise DeviceError(f"device: expected cpu, cuda or cuda:N, got {device!r}.") from None
+    if place.type != "cuda":
+        return place
+    if (place.index or 0) >= gpus:
+        raise DeviceError(
+            f"device: expected one that torch can use, got {place}; GPUs that it finds: {gpus}."
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
 
 
 def _extent(x: Tensor) -> Extent:
