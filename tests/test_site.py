@@ -64,14 +64,24 @@ def test_every_public_name_is_on_a_page_of_the_api() -> None:
     assert named - {"errors", "lab", "testing"} <= set(kda_jit.__all__)
 
 
-def test_code_of_the_quick_start_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "quickstart.md").read_text(), re.S)
+def test_code_of_the_quick_start_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("rich", reason="kda_jit.lab needs the package rich")
+    pytest.importorskip("safetensors", reason="captured calls are safetensors")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "quickstart.md").read_text(), re.S)
+    assert len(blocks) == 3
     scope: dict = {}
-    exec(compile(code, "quickstart.md", "exec"), scope)
+    for code in blocks:
+        exec(compile(code, "quickstart.md", "exec"), scope)
     assert scope["out"].shape == (2, 1, 2, 128)
     pool = scope["pool"]
     assert [slot for slot in range(8) if pool[slot].any()] == [2, 5]
-    assert capsys.readouterr().out.count("torch.Size") == 2
+    text = capsys.readouterr().out
+    assert text.count("torch.Size") == 2
+    assert "\ntanh_sigmoid: common/numerics.cuh\n" in text
+    assert len(list(Path("calls").glob("prefill-*.safetensors"))) == 1
 
 
 @needs_site
