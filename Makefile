@@ -52,7 +52,7 @@ test: $(READY) $(LINT)
 	TRITON_INTERPRET=1 $(RUN_TESTS) -n $(PYTEST_WORKERS) -k triton $(TRITON_TESTS)
 
 test-gpu: $(READY)
-	$(PY) -m pytest -n $(GPU_WORKERS) --dist loadgroup tests/gpu
+	$(PY) -m pytest -v -rfE -n $(GPU_WORKERS) --dist loadgroup tests/gpu  # -v: a run that is stopped has said what failed
 	$(PY) -m pytest -n $(GPU_WORKERS) -k "cuda or triton" \
 	  tests/test_prefill_properties.py tests/test_recurrent.py
 
