@@ -102,8 +102,10 @@ def arch_named(target: str) -> Arch:
     except KeyError:
         hint = ""
         # Asking for plain sm_90 is the usual slip: it compiles, and lacks wgmma and setmaxnreg.
-        plain = re.fullmatch(r"sm_(\d+)", target)
-        if plain and f"{target}a" in _BY_TARGET:
-            hint = f" Meant {target}a? The suffix is part of the target."
+        parts = re.fullmatch(r"(?:sm)?_?(\d+)([af]?)", target.lower())
+        for name in (f"sm_{parts[1]}{parts[2]}", f"sm_{parts[1]}a") if parts else ():
+            if name in _BY_TARGET:
+                hint = f" Meant {name}? The suffix is part of the target."
+                break
         names = ", ".join((*TARGETS, *PTX_TARGETS))
         raise InputError(f"target: expected one of {names}, got {target!r}.{hint}") from None

@@ -271,15 +271,16 @@ def _nvrtc() -> ModuleType:
     except Exception as error:
         # Not only ImportError: a CuPy wheel for another CUDA fails in its own ways.
         raise CompileError(
-            f"NVRTC: CuPy cannot be imported ({type(error).__name__}: {error}). Install "
-            "cupy-cuda12x or cupy-cuda13x, whichever the driver supports."
+            f"NVRTC: CuPy cannot be imported ({type(error).__name__}: {error}). Install the extra "
+            "cuda12 or cuda13, whichever the driver supports: CuPy alone brings no NVRTC."
         ) from error
     try:
         nvrtc.getVersion()
     except Exception as error:
         raise CompileError(
-            f"NVRTC: CuPy finds no libnvrtc ({type(error).__name__}: {error}). Install "
-            "nvidia-cuda-nvrtc-cu12 for cupy-cuda12x, nvidia-cuda-nvrtc for cupy-cuda13x."
+            f"NVRTC: CuPy finds no libnvrtc ({type(error).__name__}: {error}). Install the extra "
+            "cuda12 or cuda13 (nvidia-cuda-nvrtc-cu12 for cupy-cuda12x, nvidia-cuda-nvrtc for "
+            "cupy-cuda13x)."
         ) from error
     return nvrtc
 

@@ -97,6 +97,14 @@ def test_target_lists_are_disjoint_and_complete() -> None:
 def test_plain_sm_90_is_refused_with_the_right_name() -> None:
     with pytest.raises(InputError, match=r"got 'sm_90'\. Meant sm_90a\?"):
         arch.arch_named("sm_90")
+    for target, meant in (
+        ("90a", "sm_90a"),
+        ("SM90", "sm_90a"),
+        ("100f", "sm_100f"),
+        ("80", "sm_80"),
+    ):
+        with pytest.raises(InputError, match=rf"got '{target}'\. Meant {meant}\?"):
+            arch.arch_named(target)
     with pytest.raises(InputError, match=r"sm_80.*compute_80.*got 'sm_75'") as caught:
         arch.arch_named("sm_75")
     assert "Meant" not in str(caught.value)
