@@ -51,8 +51,9 @@ test: $(READY) $(LINT)
 	@echo "== Triton kernels, in Triton's interpreter (a process of its own: the switch is read on import)"
 	TRITON_INTERPRET=1 $(RUN_TESTS) -n $(PYTEST_WORKERS) -k triton $(TRITON_TESTS)
 
+# Verbose, so that a run that is stopped has said what failed.
 test-gpu: $(READY)
-	$(PY) -m pytest -v -rfE -n $(GPU_WORKERS) --dist loadgroup tests/gpu  # -v: a run that is stopped has said what failed
+	$(PY) -m pytest -v -rfE -n $(GPU_WORKERS) --dist loadgroup tests/gpu
 	$(PY) -m pytest -n $(GPU_WORKERS) -k "cuda or triton" \
 	  tests/test_prefill_properties.py tests/test_recurrent.py
 

@@ -4,8 +4,8 @@
 faster, on twice as many. The threshold lies between cases of
 benchmarks/results/h200-2026-11-30-schedules.json, which are named beside it.
 
-`pipeline` is not taken: it gains 10 % where one long sequence has few heads (1x16384_h16) and
-nothing elsewhere, and waits until every SM is free (docs/notes/hopper.md).
+`pipeline` is not taken: it is faster at most where one long sequence has few heads (1x16384_h16, a
+tenth by times of different runs), and waits until every SM is free (docs/notes/hopper.md).
 """
 
 from __future__ import annotations

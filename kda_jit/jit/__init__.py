@@ -8,7 +8,7 @@ Compiling needs neither a GPU nor torch; importing this needs neither CuPy nor a
     Compiled            .resources[entry]: registers, spills, stack, smem; .warnings; .binary
     Resources           one entry's figures, as ptxas prints them
     load                spec, device -> Module, once per device; never first in a graph capture
-    Module, Kernel      .kernels[entry].launch(grid, block, smem, stream, args, pdl=False)
+    Module, Kernel      .kernels[entry].launch(grid, block, smem, stream, args)
     reload              see edits to kernels_src from the next call on
     use_sources         take the kernels from another folder inside a `with` block, in this thread
     SourceTree          such a folder that remembers what was loaded from it

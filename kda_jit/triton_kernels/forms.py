@@ -17,9 +17,8 @@ from kda_jit.triton_kernels.prefill import (
     LARGEST,
     LOG2E,
     LOWEST_LOG2_DECAY,
-    _bounds,
+    _chunk_of,
     _log2_decay,
-    _owner,
     _write_stage,
 )
 
@@ -66,17 +65,7 @@ def kda_prepare_forms(
     """Everything of one chunk and value head that needs no state. Grid (slots * HV)."""
     slot = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
-    if cu_seqlens is None:
-        chunks = (T + CHUNK - 1) // CHUNK
-        batch = (slot // chunks).to(tl.int64)
-        chunk = (slot % chunks).to(tl.int64)
-        begin = chunk * 0
-        end = begin + T
-    else:
-        n = _owner(cu_seqlens, slot, N, search_steps)
-        begin, end = _bounds(cu_seqlens, n, T)
-        chunk = slot - (begin // CHUNK + n)
-        batch = chunk * 0
+    batch, chunk, begin, end = _chunk_of(cu_seqlens, slot, T, N, search_steps)
     first = begin + chunk * CHUNK
     if chunk < 0 or first >= end:
         return

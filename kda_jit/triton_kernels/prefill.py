@@ -94,6 +94,26 @@ def _owner(cu_seqlens, slot, N, search_steps):
 
 
 @triton.jit
+def _chunk_of(cu_seqlens, slot, T, N, search_steps):
+    """Batch row and chunk of a slot, and its sequence's first token and the one past its last.
+
+    A chunk without tokens, or below 0 where cu_seqlens decreases, is none.
+    """
+    if cu_seqlens is None:
+        chunks = (T + CHUNK - 1) // CHUNK
+        batch = (slot // chunks).to(tl.int64)
+        chunk = (slot % chunks).to(tl.int64)
+        begin = chunk * 0
+        end = begin + T
+    else:
+        n = _owner(cu_seqlens, slot, N, search_steps)
+        begin, end = _bounds(cu_seqlens, n, T)
+        chunk = slot - (begin // CHUNK + n)
+        batch = chunk * 0
+    return batch, chunk, begin, end
+
+
+@triton.jit
 def _write_stage(
     q,
     k,
@@ -212,17 +232,7 @@ def kda_prepare(
     """Everything of one chunk and value head that needs no state. Grid (slots * HV)."""
     slot = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
-    if cu_seqlens is None:
-        chunks = (T + CHUNK - 1) // CHUNK
-        batch = (slot // chunks).to(tl.int64)
-        chunk = (slot % chunks).to(tl.int64)
-        begin = chunk * 0
-        end = begin + T
-    else:
-        n = _owner(cu_seqlens, slot, N, search_steps)
-        begin, end = _bounds(cu_seqlens, n, T)
-        chunk = slot - (begin // CHUNK + n)
-        batch = chunk * 0
+    batch, chunk, begin, end = _chunk_of(cu_seqlens, slot, T, N, search_steps)
     first = begin + chunk * CHUNK
     # The rounding of slots leaves some without tokens; chunk < 0 needs cu_seqlens that decrease.
     if chunk < 0 or first >= end:
