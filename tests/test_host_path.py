@@ -1,5 +1,7 @@
 """A repeated call skips what is known already, and nothing else. No times: see benchmarks."""
 
+import contextlib
+import ctypes
 import gc
 import os
 import threading
@@ -260,11 +262,15 @@ def test_addresses_are_those_of_the_problem():
 class FakeKernel:
     def __init__(self, name, launches):
         self.name, self.launches = name, launches
-        self.cooperative = None  # the last launch
+        self.cooperative = self.overlaps = None  # the last launch
 
     def launch(self, grid, block, smem, stream, args, *, pdl=False, cooperative=False):
         self.launches.append((self, grid, stream, bytes(args)))
-        self.cooperative = cooperative
+        self.cooperative, self.overlaps = cooperative, pdl
+
+    @contextlib.contextmanager
+    def own_context(self):
+        yield
 
 
 @pytest.fixture
@@ -352,6 +358,59 @@ def test_the_ctas_of_a_pipeline_and_of_nothing_else_start_together(machine, monk
         assert last_launch().schedule == name
         kernels = [kernel for kernel, *_ in machine.launches[-2:]]
         assert [kernel.cooperative for kernel in kernels] == [False, together]
+
+
+def test_one_fused_kernel_is_all_there_is(machine, monkeypatch):
+    monkeypatch.setenv(settings.SCHEDULE.name, "fused")
+    monkeypatch.setattr(cuda, "_write_maps", lambda args, p, kernel: None)
+    for sm_count, ctas in ((132, 8), (6, 6)):  # four value heads; clusters of two
+        monkeypatch.setattr(cuda, "_sm_count", lambda index, n=sm_count: n)
+        monkeypatch.setattr(layout, "_layouts", {})
+        before = len(machine.launches)
+        machine.run(**call(T=4096))
+        [(kernel, grid, _, args)] = machine.launches[before:]
+        assert (kernel.name, grid) == ("kda_fused", (ctas, 1, 1))
+        assert not kernel.overlaps, "it does not wait for the kernel ahead of it"
+        assert cuda._FUSED_ARGS.unpack_from(args, cuda.ARGS_BYTES)[0] in (0, 87)
+        assert last_launch().kernels == ("kda_fused",)
+
+
+def test_tensor_maps_are_those_of_the_tensors_and_made_once(machine, monkeypatch):
+    made = []
+
+    def encode(driver, destination, address, shape, strides, box):
+        assert destination % 64 == 0
+        made.append((address, shape, strides, box))
+        ctypes.memset(destination, len(made), 128)
+
+    monkeypatch.setenv(settings.SCHEDULE.name, "fused")
+    monkeypatch.setattr(cuda, "driver", lambda: None)
+    monkeypatch.setattr(cuda.tensor_map, "encode_bf16", encode)
+    wide = torch.zeros(1, 64, 3 * H, D, dtype=BF16)
+    arguments = call(T=64, q=wide[:, :, H : 2 * H])
+    maps = []
+    for _ in range(2):
+        machine.run(**arguments)
+        maps.append(machine.launches[-1][3][cuda._MAPS_AT :])
+    assert maps[0] == maps[1] == b"".join(bytes([i]) * 128 for i in (1, 2, 3, 4))
+    q, k, g, v = (arguments[name] for name in "qkgv")
+    assert [m[0] for m in made] == [x.data_ptr() for x in (q, k, g, v)]
+    assert {m[1:2] + m[3:] for m in made} == {((H * D, 64, 1), (64, 32, 1))}
+    assert [m[2][0] for m in made] == [2 * x.stride(1) for x in (q, k, g, v)]
+    other = torch.zeros_like(wide)[:, :, H : 2 * H]
+    machine.run(**(arguments | {"q": other}))
+    machine.run(**arguments)
+    machine.run(**(arguments | {"q": other}))
+    assert len(made) == 8
+    assert machine.launches[-2][3][cuda._MAPS_AT :] == maps[0]
+    assert machine.launches[-1][3][cuda._MAPS_AT :] != maps[0]
+
+
+def test_a_call_without_tokens_has_no_tensor_maps(machine, monkeypatch):
+    monkeypatch.setenv(settings.SCHEDULE.name, "fused")
+    flags = torch.tensor([True, False])
+    machine.run(**pool_call(T=0, has_initial_state=flags))
+    assert last_launch().kernels == ("kda_fused",)
 
 
 def test_auto_takes_its_schedule_by_the_sizes_of_the_call(machine, monkeypatch):

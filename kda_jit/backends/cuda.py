@@ -6,9 +6,10 @@ and the same recurrence (kernels_src/common); results agree to rounding.
 
 from __future__ import annotations
 
+import itertools
 import struct
 import threading
-from ctypes import Array, c_char, create_string_buffer
+from ctypes import Array, addressof, c_char, create_string_buffer, memmove
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -21,7 +22,8 @@ from kda_jit.backends.cuda_rules import cuda_rejections
 from kda_jit.backends.pipeline import PipelinePlan, plan_pipeline
 from kda_jit.backends.policy import one_chain_an_sm
 from kda_jit.errors import InputError
-from kda_jit.jit import KernelSpec, arch_for, arch_named, load
+from kda_jit.jit import KernelSpec, arch_for, arch_named, load, tensor_map
+from kda_jit.jit.driver import driver
 from kda_jit.jit.launch import Kernel
 from kda_jit.jit.module import generation
 from kda_jit.workspace import STAGE_BYTES, Workspace, default_workspace, stage_slots
@@ -35,6 +37,14 @@ _ARGS = struct.Struct("@16P16q4i2f2I")
 _PIPELINE_ARGS = struct.Struct("@P6i")
 ARGS_BYTES = _ARGS.size
 PIPELINE_ARGS_BYTES = _ARGS.size + _PIPELINE_ARGS.size
+#: FusedArgs of sm90/kda_fused.cu: share and call, then tensor maps of q, k, g and v.
+_FUSED_ARGS = struct.Struct("@qI20x")
+_MAPS_AT = _ARGS.size + _FUSED_ARGS.size
+FUSED_ARGS_BYTES = _MAPS_AT + 4 * tensor_map.NBYTES
+#: Channels and tokens of a tile.
+_BOX = (64, 32, 1)
+#: Sets of maps remembered for a layout: the layers of a model share one.
+_MAX_MAPS = 256
 
 _CU_SEQLENS_64 = 1 << 0
 _STATE_INDICES_64 = 1 << 1
@@ -55,20 +65,24 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A file of kernels_src, the two kernels it launches in order, and where it runs.
+    """A file of kernels_src, the kernels it launches in order, and where it runs.
+
+    The first kernel prepares all stage images, the second runs the recurrence, unless:
+
+    pipelined      the second does everything, divided by `plan_pipeline`
+    clustered      there is one, and each cluster of two CTAs takes a value head after another
 
     capabilities   major compute capabilities; the target is the device's own
-    ctas_a_head    of the second kernel, where it runs the recurrence
-    pipelined      the second kernel does everything, divided by `plan_pipeline`; else the first
-                   prepares all stage images, and the second runs the recurrence
+    ctas_a_head    of the kernel that runs the recurrence
     """
 
     name: str
     file: str
-    launches: tuple[Launch, Launch]
+    launches: tuple[Launch, ...]
     capabilities: tuple[int, ...]
     ctas_a_head: int = 2
     pipelined: bool = False
+    clustered: bool = False
 
     def spec(self, target: str) -> KernelSpec:
         """The file with all its entries: schedules that share it share the build."""
@@ -84,13 +98,13 @@ class Schedule:
 PORTABLE = Schedule(
     "portable",
     "sm80/kda_prefill.cu",
-    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence", 128, 98176)),
+    (Launch("kda_prepare", 64, 33408), Launch("kda_recurrence", 128, 98176)),
     (8, 9, 10, 12),
 )
 HOPPER = Schedule(
     "hopper",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence", 384, 216064)),
+    (Launch("kda_prepare", 64, 33408), Launch("kda_recurrence", 384, 216064)),
     (9,),
     ctas_a_head=1,
 )
@@ -98,7 +112,7 @@ HOPPER = Schedule(
 HOPPER_SINGLE = Schedule(
     "hopper_single",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 64, 33920), Launch("kda_recurrence_single", 160, 216064)),
+    (Launch("kda_prepare", 64, 33408), Launch("kda_recurrence_single", 192, 216064)),
     (9,),
 )
 PIPELINE = Schedule(
@@ -108,7 +122,16 @@ PIPELINE = Schedule(
     (9,),
     pipelined=True,
 )
-SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE, HOPPER, HOPPER_SINGLE, PIPELINE)}
+FUSED = Schedule(
+    "fused",
+    "sm90/kda_fused.cu",
+    (Launch("kda_fused", 384, 229376),),
+    (9,),
+    clustered=True,
+)
+SCHEDULES = {
+    schedule.name: schedule for schedule in (PORTABLE, HOPPER, HOPPER_SINGLE, PIPELINE, FUSED)
+}
 
 
 def compile_specs(target: str) -> list[KernelSpec]:
@@ -118,12 +141,24 @@ def compile_specs(target: str) -> list[KernelSpec]:
     return list(dict.fromkeys(specs))
 
 
+#: Of a state on its way from a cluster to the next, with its flags.
+_HANDED_BYTES = 128 * 128 * 4 + 8 * 4
+#: Numbers of calls. As a float of any format each is a NaN that no kernel makes, so that what other
+#: schedules left in the workspace is none.
+_calls = itertools.count()
+_CALL, _CALL_BITS = 0x7FD00000, 0xFFFFF
+
+
 class _Frame(threading.local):
     """The packed arguments: one buffer a thread, since a launch copies it before it returns."""
 
     def __init__(self) -> None:
         self.buffer: Array[c_char] = create_string_buffer(ARGS_BYTES)
         self.pipeline_buffer: Array[c_char] = create_string_buffer(PIPELINE_ARGS_BYTES)
+        # Aligned, since maps are written in place.
+        memory = create_string_buffer(FUSED_ARGS_BYTES + tensor_map.ALIGNMENT)
+        offset = -addressof(memory) % tensor_map.ALIGNMENT
+        self.fused_buffer: Array[c_char] = (c_char * FUSED_ARGS_BYTES).from_buffer(memory, offset)
 
 
 class CudaBackend:
@@ -146,10 +181,16 @@ class CudaBackend:
         plan: _Plan | None = p.layout.memo.get(asked)
         if plan is None or plan.generation is not generation():
             plan = p.layout.memo[asked] = _plan(p)
-        images = workspace.address(
-            "prefill_stages", plan.image_bytes, caller="cuda prefill", stream=stream
-        )
-        if plan.pipeline is None:
+        images = 0
+        if plan.image_bytes:
+            images = workspace.address(
+                "prefill_stages", plan.image_bytes, caller="cuda prefill", stream=stream
+            )
+        if plan.clustered:
+            args = self._frame.fused_buffer
+            _FUSED_ARGS.pack_into(args, ARGS_BYTES, plan.share, _CALL | next(_calls) & _CALL_BITS)
+            _write_maps(args, p, plan.launches[0][0])
+        elif plan.pipeline is None:
             args = self._frame.buffer
         else:
             args = self._frame.pipeline_buffer
@@ -158,14 +199,10 @@ class CudaBackend:
             )
             _PIPELINE_ARGS.pack_into(args, ARGS_BYTES, flags, *plan.pipeline, 0)
         _pack(args, p, images)
-        a, b = plan.schedule.launches
-        if plan.grids[0][0]:
-            plan.first.launch(plan.grids[0], a.block, a.smem, stream, args)
-        # The CTAs of a pipeline wait for each other.
-        plan.second.launch(
-            plan.grids[1], b.block, b.smem, stream, args,
-            pdl=plan.overlaps, cooperative=plan.pipeline is not None,
-        )  # fmt: skip
+        for kernel, grid, launch, overlaps, together in plan.launches:
+            kernel.launch(
+                grid, launch.block, launch.smem, stream, args, pdl=overlaps, cooperative=together
+            )
         record_launch(plan.record)
 
 
@@ -175,17 +212,17 @@ class _Plan:
 
     generation   of the kernels: the plan is good as long as it is the current one
     image_bytes  of the workspace
-    grids        of the first and the second kernel
+    share        chunk slots of a cluster; 0: clusters take whole value heads in turn
+    launches     (kernel, grid, block and smem, whether it may start before the one ahead of it has
+                 ended, whether all its CTAs start together)
     """
 
     generation: object
-    schedule: Schedule
+    clustered: bool
     pipeline: PipelinePlan | None
-    first: Kernel
-    second: Kernel
     image_bytes: int
-    grids: tuple[tuple[int, int, int], tuple[int, int, int]]
-    overlaps: bool
+    share: int
+    launches: tuple[tuple[Kernel, tuple[int, int, int], Launch, bool, bool], ...]
     record: LaunchRecord
 
 
@@ -198,18 +235,33 @@ def _plan(p: KdaProblem) -> _Plan:
     schedule, pipeline = _choose(
         settings.schedule(), target, index, p.B * p.T, p.N, p.HV, checkpoints
     )
-    first, second = _kernels(schedule, target, index)
+    kernels = _kernels(schedule, target, index)
+    share = 0
+    grids: tuple[int, ...]
     if pipeline is not None:
         image_bytes = pipeline.ring_bytes
         grids = (1, _sm_count(index))
+    elif schedule.clustered:
+        clusters = min(p.N * p.HV, _sm_count(index) // 2)
+        share, image_bytes = _share(p, clusters)
+        grids = (2 * clusters,)
     else:
         slots = stage_slots(p.B * p.T, p.N, checkpoints=checkpoints)
         image_bytes = slots * p.HV * STAGE_BYTES
         grids = (slots * p.HV, p.N * p.HV * schedule.ctas_a_head)
+    overlaps = _overlaps(target)
+    launches = tuple(
+        # The CTAs of a pipeline wait for each other.
+        (kernel, (grid, 1, 1), launch, i > 0 and overlaps, i > 0 and pipeline is not None)
+        for i, (kernel, grid, launch) in enumerate(
+            zip(kernels, grids, schedule.launches, strict=True)
+        )
+        if grid
+    )
+    names = tuple(kernel.name for kernel in kernels)
     return _Plan(
-        current, schedule, pipeline, first, second, image_bytes,
-        ((grids[0], 1, 1), (grids[1], 1, 1)), _overlaps(target),
-        LaunchRecord("cuda", (first.name, second.name), schedule.name, target),
+        current, schedule.clustered, pipeline, image_bytes, share, launches,
+        LaunchRecord("cuda", names, schedule.name, target),
     )  # fmt: skip
 
 
@@ -223,9 +275,9 @@ def warmup(device: torch.device) -> None:
             _kernels(schedule, target, index)
 
 
-def _kernels(schedule: Schedule, target: str, device_index: int) -> tuple[Kernel, Kernel]:
+def _kernels(schedule: Schedule, target: str, device_index: int) -> tuple[Kernel, ...]:
     kernels = load(_spec(schedule, target), device_index).kernels
-    return kernels[schedule.launches[0].entry], kernels[schedule.launches[1].entry]
+    return tuple(kernels[launch.entry] for launch in schedule.launches)
 
 
 @lru_cache(maxsize=64)
@@ -289,6 +341,44 @@ def _pack(args: Array[c_char], p: KdaProblem, workspace: int) -> None:
         args, 0, *p.addresses, workspace, *strides_and_sizes, p.scale, p.lower_bound,
         *flags_and_slots,
     )  # fmt: skip
+
+
+def _share(p: KdaProblem, clusters: int) -> tuple[int, int]:
+    """Chunk slots of a cluster, and bytes for the states that go from one to the next; or 0, 0.
+
+    Divided where there are more value heads than clusters, and where a workspace as planned for any
+    schedule has room for the states.
+    """
+    slots = p.HV * stage_slots(p.B * p.T, p.N, checkpoints=p.checkpoint_state is not None)
+    nbytes = clusters * _HANDED_BYTES
+    if clusters >= p.N * p.HV or nbytes > slots * STAGE_BYTES:
+        return 0, 0
+    return -(-slots // clusters), nbytes
+
+
+def _write_maps(args: Array[c_char], p: KdaProblem, kernel: Kernel) -> None:
+    """Tensor maps of q, k, g and v into FusedArgs. Those of addresses that come again are known."""
+    if not p.T:
+        return  # nothing to copy, and the driver refuses tensors of no size
+    tensors = (p.q, p.k, p.g, p.v)
+    addresses = tuple([x.data_ptr() for x in tensors])
+    known: dict[tuple[int, ...], bytes] = p.layout.memo.setdefault("tensor maps", {})
+    at = addressof(args) + _MAPS_AT
+    if addresses in known:
+        memmove(at, known[addresses], 4 * tensor_map.NBYTES)
+        return
+    with kernel.own_context():
+        for i, (x, address) in enumerate(zip(tensors, addresses, strict=True)):
+            B, T, heads, channels = x.shape
+            token = heads * channels if T == 1 else x.stride(1)
+            row = token * T if B == 1 else x.stride(0)
+            strides = (token * x.element_size(), row * x.element_size())
+            shape = (heads * channels, T, B)
+            destination = at + i * tensor_map.NBYTES
+            tensor_map.encode_bf16(driver(), destination, address, shape, strides, _BOX)
+    if len(known) >= _MAX_MAPS:
+        known.clear()
+    known[addresses] = args.raw[_MAPS_AT:]
 
 
 def _numbers(p: KdaProblem) -> tuple[tuple[int, ...], tuple[int, int]]:

@@ -163,7 +163,7 @@ class Kernel:
                 self._driver.set_context(self._context)
                 code = self._launch(config_ref, self._handle, params, None)
         else:
-            with self._own_context():
+            with self.own_context():
                 code = self._launch(config_ref, self._handle, params, None)
         if code != cuda.SUCCESS:
             raise LaunchError(
@@ -200,11 +200,12 @@ class Kernel:
 
         Asks the driver each time, about a microsecond; callers keep the answer.
         """
-        with self._own_context():
+        with self.own_context():
             return self._driver.max_active_blocks(self._handle.value or 0, block, smem)
 
     @contextmanager
-    def _own_context(self) -> Iterator[None]:
+    def own_context(self) -> Iterator[None]:
+        """Its device's context, for this thread, whatever is current."""
         self._driver.push_context(self._context)
         try:
             yield

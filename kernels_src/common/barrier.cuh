@@ -17,6 +17,10 @@ KDA_DEVICE void mbarrier_arrive(u32 barrier) {
 KDA_DEVICE void mbarrier_arrive_expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// More bytes for the phase, and no arrival.
+KDA_DEVICE void mbarrier_expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
 // One of the expected arrivals, made once all cp.async of this thread so far have landed.
 KDA_DEVICE void mbarrier_arrive_after_cp_async(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -63,8 +67,11 @@ KDA_DEVICE void bulk_store(void* global, u32 shared, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes) : "memory");
 }
 KDA_DEVICE void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until what the groups read may be written again.
-KDA_DEVICE void bulk_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until what all groups but the last kPending read may be written again.
+template <int kPending>
+KDA_DEVICE void bulk_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 // Until all groups but the last kPending are written.
 template <int kPending>
 KDA_DEVICE void bulk_store_wait() {
@@ -76,6 +83,20 @@ KDA_DEVICE void async_proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
+
+// Flags in global memory, between CTAs.
+KDA_DEVICE u32 load_acquire(const u32* p) {
+    u32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+KDA_DEVICE u32 load_relaxed(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+KDA_DEVICE void store_relaxed(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+KDA_DEVICE void store_release(u32* p, u32 v) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
 // Joins `threads` threads of the CTA, a multiple of 32; id 0 is __syncthreads's.
 KDA_DEVICE void named_barrier(int id, int threads) {

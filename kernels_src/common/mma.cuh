@@ -85,6 +85,8 @@ KDA_DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+KDA_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Largest magnitude of each half of two packed values; a NaN loses against a number.
 KDA_DEVICE u32 max_abs_f16x2(u32 m, u32 x) {
     u32 r;

@@ -20,16 +20,26 @@
 #include "common/numerics.cuh"
 #include "common/sequence.cuh"
 
-struct PrepareSmem {
-    // A stage image. Before: raw k, q and g where k_decayed, q_decayed and a_k will be, the gates' bias where a_q will be.
-    // In between: k exp(G_last - G) in a_k's place. In place, 16 channels at a time: read, worked on, written.
-    alignas(128) u8 image[kStageBytes];
+// A stage image before it is one, in shared memory, aligned to 128 bytes: raw k, q and g where k_decayed, q_decayed and a_k will
+// be, and what belongs to single channels and tokens where a_q will be. In between k exp(G_last - G) stands in a_k's place. In
+// place, 16 channels at a time: read, worked on, written.
+constexpr int kRawK = kKDecayed, kRawQ = kQDecayed, kRawG = kAk;
+constexpr int kBias = kAq;                  // f32 [128]: the gates' bias times slope
+constexpr int kBeta = kBias + 4 * kHeadDim; // f32 [32]: activated; 0 past the last token
+constexpr int kSquares = kBeta + 4 * kChunk;  // f32 [half][k, q][32]: sums over 64 channels; negative: of values scaled by kDown
+constexpr int kSlope = kSquares + 4 * 4 * kChunk;  // f32: what the gates' logits are multiplied by
+constexpr int kValid = kSlope + 4;          // i32: 1 .. 32 tokens
+static_assert(kValid + 4 <= kDecay, "where a_q will be");
+KDA_DEVICE float& squares_of(u8* image, int half, int tensor, int token) {
+    return reinterpret_cast<float*>(image + kSquares)[kChunk * (2 * half + tensor) + token];
+}
+
+// What the two warps work with besides.
+struct PrepareScratch {
     // Sums over half of the channels, lane by lane: A_00, A_11, A_10 from warp 1 for warp 0; M's from warp 0 for warp 1. Over
     // the former, once they are read: the columns of A, then T.
     Float4 partial[2][6][32];
-    float squares[2][2][kChunk];  // [half][k, q][token]: sums over 64 channels; negative: of values scaled by kDown
 };
-constexpr int kRawK = kKDecayed, kRawQ = kQDecayed, kRawG = kAk, kBias = kAq;  // in the image
 
 // Block 0's k and q are scaled as the image wants them; block 1's, which are yet to decay over block 0, by so much less.
 constexpr float kBlock0Scale = 0x1p4f;
@@ -41,11 +51,13 @@ constexpr float kTruncation = 1.0f + 2 * 0.72f * 0x1p-11f;
 constexpr float kGateScale = 0x1p12f;
 
 // Column j of a block's A, for the substitution: 16 floats, 80 bytes apart, which costs no bank conflict.
-KDA_DEVICE float* a_column(PrepareSmem& smem, int block, int j) {
-    return reinterpret_cast<float*>(smem.partial[0]) + 20 * (kBlock * block + j);
+KDA_DEVICE float* a_column(PrepareScratch& scratch, int block, int j) {
+    return reinterpret_cast<float*>(scratch.partial[0]) + 20 * (kBlock * block + j);
 }
 // T, f16 [32 x 32], rows 80 bytes apart, which is conflict-free for ldmatrix.
-KDA_DEVICE u16* t_element(PrepareSmem& smem, int i, int j) { return reinterpret_cast<u16*>(smem.partial[0]) + 40 * i + j; }
+KDA_DEVICE u16* t_element(PrepareScratch& scratch, int i, int j) {
+    return reinterpret_cast<u16*>(scratch.partial[0]) + 40 * i + j;
+}
 
 // The power of two that brings the largest beta of a chunk that hardly writes into [1/2, 1).
 KDA_DEVICE int beta_shift(float beta_max) {
@@ -79,11 +91,11 @@ KDA_DEVICE float scaled_row_squares(const u8* tile, int row, int half) {
     return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
-// Leaves the sums of squares of the rows of k and q, 64 channels, in smem.squares[half]. They are the diagonals of the rows' Gram
+// Leaves the sums of squares of the rows of k and q, 64 channels, at kSquares. They are the diagonals of the rows' Gram
 // matrices: exact products, fp32 sums, and no unpacking.
-KDA_DEVICE void measure_rows(PrepareSmem& smem, int half) {
+KDA_DEVICE void measure_rows(u8* image, int half) {
     const int lane = threadIdx.x & 31, gid = lane >> 2, tid = lane & 3;
-    const u32 rows = shared_address(smem.image) + lane_tile(half, lane);
+    const u32 rows = shared_address(image) + lane_tile(half, lane);
     float gram[2][2][2][4] = {};  // [k, q][block][tokens gid, gid + 8]
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -102,7 +114,7 @@ KDA_DEVICE void measure_rows(PrepareSmem& smem, int half) {
     for (int i = 0; i < 4; ++i) {
         const float (&x)[2][4] = gram[i / 2][i % 2];
         const float own[2] = {gid & 1 ? x[0][1] : x[0][0], gid & 1 ? x[1][3] : x[1][2]};
-        float* squares = smem.squares[half][i / 2] + kBlock * (i % 2) + gid;
+        float* squares = &squares_of(image, half, i / 2, kBlock * (i % 2) + gid);
         if (holds_diagonal) squares[0] = own[0], squares[8] = own[1];
         overflows |= holds_diagonal && fmaxf(own[0], own[1]) == __int_as_float(0x7f800000);
     }
@@ -111,15 +123,15 @@ KDA_DEVICE void measure_rows(PrepareSmem& smem, int half) {
 #pragma unroll 1  // rare: small rather than fast
         for (int i = 0; i < 8; ++i) {
             const int tensor = i / 4, row = 8 * (i % 4) + gid;
-            float* squares = smem.squares[half][tensor] + row;
-            const float sum = scaled_row_squares(smem.image + (tensor ? kRawQ : kRawK), row, half);
-            if (tid == 0 && *squares == __int_as_float(0x7f800000)) *squares = -sum;
+            float& squares = squares_of(image, half, tensor, row);
+            const float sum = scaled_row_squares(image + (tensor ? kRawQ : kRawK), row, half);
+            if (tid == 0 && squares == __int_as_float(0x7f800000)) squares = -sum;
         }
     }
 }
 // scale / |x|, eps counted as one more square.
-KDA_DEVICE float inverse_norm(const PrepareSmem& smem, int tensor, int row, float scale) {
-    const float a = smem.squares[0][tensor][row], b = smem.squares[1][tensor][row];
+KDA_DEVICE float inverse_norm(u8* image, int tensor, int row, float scale) {
+    const float a = squares_of(image, 0, tensor, row), b = squares_of(image, 1, tensor, row);
     const float sum = a + b, inf = __int_as_float(0x7f800000);
     if (a >= 0.0f && b >= 0.0f && sum < inf) return rsqrt_approx(sum + kNormEps) * scale;
     const float scaled = (a < 0.0f ? -a : a * kDown * kDown) + (b < 0.0f ? -b : b * kDown * kDown);
@@ -148,11 +160,11 @@ struct ChunkInputs {
     i32 valid;  // 1 .. 32 tokens
 };
 
-KDA_DEVICE ChunkInputs locate_inputs(const KdaArgs& args, const Sequence& seq, const Chunk& chunk, int hv) {
+// Of `valid` tokens from `token` of batch row `row` on.
+KDA_DEVICE ChunkInputs locate_inputs(const KdaArgs& args, i64 row, i64 token, i32 valid, int hv) {
     const int h = args.HV == args.H ? hv : hv / (args.HV / args.H);
-    const i64 token = seq.first + chunk.start;
     const auto at = [&](const u16* x, i64 batch, i64 step, int channel) {
-        return reinterpret_cast<const u8*>(x + seq.batch * batch + token * step + channel);
+        return reinterpret_cast<const u8*>(x + row * batch + token * step + channel);
     };
     ChunkInputs in;
     in.q = at(args.q, args.q_batch, args.q_token, h * kHeadDim);
@@ -163,71 +175,126 @@ KDA_DEVICE ChunkInputs locate_inputs(const KdaArgs& args, const Sequence& seq, c
     in.k_step = 2 * static_cast<i32>(args.k_token);
     in.g_step = 2 * static_cast<i32>(args.g_token);
     in.beta_step = 2 * static_cast<i32>(args.beta_token);
-    in.valid = chunk.valid;
+    in.valid = valid;
     return in;
 }
 
-// Asks for a chunk's rows of q, k and g, one row a lane, so that whoever loads them finds them in L2.
-KDA_DEVICE void prefetch_inputs(const ChunkInputs& in) {
-    const int row = threadIdx.x & 31;
+// Those of `valid` tokens from the `start`th on, where `first` has the sequence's first.
+KDA_DEVICE ChunkInputs inputs_from(const ChunkInputs& first, i32 start, i32 valid) {
+    ChunkInputs in = first;
+    in.q += static_cast<i64>(start) * first.q_step;
+    in.k += static_cast<i64>(start) * first.k_step;
+    in.g += static_cast<i64>(start) * first.g_step;
+    in.beta += static_cast<i64>(start) * first.beta_step;
+    in.valid = valid;
+    return in;
+}
+
+// A quarter of a chunk's raw inputs: 64 channels of 16 tokens.
+struct Quarter {
+    int half, block;
+};
+
+// Asks for a quarter of q, k and g, so that whoever loads it finds it in L2; by one warp, half a row a lane.
+KDA_DEVICE void prefetch_inputs(const ChunkInputs& in, Quarter part) {
+    const int row = kBlock * part.block + (threadIdx.x & 15), byte = 128 * part.half + 4 * (threadIdx.x & 16);
     if (row >= in.valid) return;
-    const u8* rows[3] = {in.g + static_cast<i64>(row) * in.g_step, in.k + static_cast<i64>(row) * in.k_step,
-                         in.q + static_cast<i64>(row) * in.q_step};
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(in.k + static_cast<i64>(row) * in.k_step + byte));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(in.q + static_cast<i64>(row) * in.q_step + byte));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(in.g + static_cast<i64>(row) * in.g_step + byte));
+}
+
+// Starts copying a quarter of a chunk's rows into a tile, zeros past the last token.
+KDA_DEVICE void fetch_rows(u8* tile, const u8* from, i32 step, i32 valid, Quarter part) {
+    // Opaque: as in prepare_chunk.
+    const int lane = opaque(threadIdx.x) & 31, row = kBlock * part.block + (lane >> 3), piece = lane & 7;
+    const u32 to = shared_address(tile) + tile_offset(row, 8 * part.half + piece);
+    from += static_cast<i64>(row) * step + 128 * part.half + 16 * piece;
+    // Four rows a step: row % 8, with which pieces are XORed, changes by 4.
+    const auto place = [&](int i) { return (to ^ ((i & 1) << 6)) + 4 * i * kRowBytes; };
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-#pragma unroll
-        for (int at = 0; at < 2 * kHeadDim; at += 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(rows[i] + at));
+    for (int i = 0; i < 4; ++i) cp_async_16_or_zero(place(i), from + 4 * i * static_cast<i64>(step), row + 4 * i < valid);
+}
+KDA_DEVICE void fetch_keys(u8* image, const ChunkInputs& in, Quarter part) {
+    fetch_rows(image + kRawK, in.k, in.k_step, in.valid, part);
+    fetch_rows(image + kRawQ, in.q, in.q_step, in.valid, part);
+}
+KDA_DEVICE void fetch_gates(u8* image, const ChunkInputs& in, Quarter part) {
+    fetch_rows(image + kRawG, in.g, in.g_step, in.valid, part);
+}
+
+// What is single for a channel, a token or a chunk, as it comes; by one warp, for 64 channels.
+struct ChunkScalars {
+    u16 beta;  // of token `lane`
+    float A_log;
+    Float2 bias;  // of channels 2 lane, 2 lane + 1
+};
+KDA_DEVICE u16 read_beta(const ChunkInputs& in) {
+    const int lane = opaque(threadIdx.x) & 31;
+    return load_half_streaming(in.beta + static_cast<i64>(min(lane, in.valid - 1)) * in.beta_step);
+}
+KDA_DEVICE ChunkScalars read_scalars(const KdaArgs& args, const ChunkInputs& in, int hv, int half) {
+    const int lane = opaque(threadIdx.x) & 31;  // opaque: as in prepare_chunk
+    ChunkScalars x;
+    x.beta = read_beta(in);
+    x.A_log = args.A_log[hv];
+    x.bias = *reinterpret_cast<const Float2*>(args.dt_bias + hv * kHeadDim + 64 * half + 2 * lane);
+    return x;
+}
+// Writes them to `image`: 64 channels' bias, and from `half` 0 what belongs to tokens and to the chunk.
+KDA_DEVICE void write_scalars(u8* image, const ChunkScalars& x, i32 valid, int half) {
+    const int lane = opaque(threadIdx.x) & 31;
+    const float rate = exp2_approx(kLog2E * x.A_log), slope = -kLog2E * (rate > 0x1p100f ? 0x1p100f : rate);  // inf times a bias of 0 is NaN
+    *reinterpret_cast<Float2*>(image + kBias + 4 * (64 * half + 2 * lane)) = Float2{x.bias.x * slope, x.bias.y * slope};
+    if (half != 0) return;
+    // Masked tokens neither decay nor, with k = q = beta = 0, write.
+    *reinterpret_cast<float*>(image + kBeta + 4 * lane) = lane < valid ? sigmoid(bf16_to_float(x.beta)) : 0.0f;
+    if (lane == 0) {
+        *reinterpret_cast<float*>(image + kSlope) = slope;
+        *reinterpret_cast<i32*>(image + kValid) = valid;
     }
 }
 
-// Starts copying 64 channels of a chunk's rows into one half of a tile, zeros past the last token.
-KDA_DEVICE void fetch_rows(u8* tile, const u8* from, i32 step, i32 valid, int half) {
-    const int lane = threadIdx.x & 31, row = lane >> 3, piece = lane & 7;
-    const u32 to = shared_address(tile) + tile_offset(row, 8 * half + piece);
-    from += static_cast<i64>(row) * step + 128 * half + 16 * piece;
+// All of one half of the channels, by the warp that will prepare it, which waits by cp_async_wait<1> and <0>.
+KDA_DEVICE void load_half(const KdaArgs& args, const ChunkInputs& in, int hv, u8* image, int half) {
+    const ChunkScalars scalars = read_scalars(args, in, hv, half);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {  // four rows a step: row % 8, with which pieces are XORed, changes by 4
-        cp_async_16_or_zero((to ^ ((i & 1) << 6)) + 4 * i * kRowBytes, from, row + 4 * i < valid);
-        from += 4 * static_cast<i64>(step);
-    }
+    for (int block = 0; block < 2; ++block) fetch_keys(image, in, Quarter{half, block});
     cp_async_commit();
+#pragma unroll
+    for (int block = 0; block < 2; ++block) fetch_gates(image, in, Quarter{half, block});
+    cp_async_commit();
+    write_scalars(image, scalars, in.valid, half);
 }
+struct WaitOwnKeys {
+    KDA_DEVICE void operator()() const { cp_async_wait<1>(), __syncwarp(); }
+};
+struct WaitOwnGates {
+    KDA_DEVICE void operator()() const { cp_async_wait<0>(); }
+};
 
-// A chunk of value head `hv` from `in` to smem.image, by warps `half` 0 and 1 (uniform, for the compiler too).
+// What was loaded to a stage image, by warps `half` 0 and 1 (uniform, for the compiler too).
 //
-//   barrier()  joins the two warps
-//   decayed()  is called by warp 1, who has time to spare while warp 0 solves: k_decayed and q_decayed, the first
-//              kDecayedBytes of the image, are complete
+//   wait_keys(), wait_gates()  return when this warp can see its half of k and q, and of g; the barrier after that shows the scalars
+//   barrier()                  joins the two warps
+//   decayed()                  is called by warp 1, who has time to spare while warp 0 solves: k_decayed and q_decayed are complete
 //
-// At the end both have seen the image complete. Bulk copies may read what is called complete.
-constexpr int kDecayedBytes = kAk;
-template <typename Barrier, typename Decayed>
-KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv, PrepareSmem& smem, int half, Barrier barrier,
-                              Decayed decayed) {
+// At the end each has written its part, and bulk copies may read what both have. `scratch` may be used for the next chunk at once.
+template <typename WaitKeys, typename WaitGates, typename Barrier, typename Decayed>
+KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch& scratch, int half, WaitKeys wait_keys,
+                              WaitGates wait_gates, Barrier barrier, Decayed decayed) {
     // Opaque: else a caller's loop keeps all that follows from it in registers.
     const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
 
-    fetch_rows(smem.image + kRawK, in.k, in.k_step, in.valid, half);
-    fetch_rows(smem.image + kRawQ, in.q, in.q_step, in.valid, half);
-    fetch_rows(smem.image + kRawG, in.g, in.g_step, in.valid, half);
-    const u16 beta_raw = load_half_streaming(in.beta + static_cast<i64>(min(lane, in.valid - 1)) * in.beta_step);
-    const float A_log = args.A_log[hv];
-    const Float2 bias_raw = *reinterpret_cast<const Float2*>(args.dt_bias + hv * kHeadDim + 64 * half + 2 * lane);
-    const float rate = exp2_approx(kLog2E * A_log), slope = -kLog2E * (rate > 0x1p100f ? 0x1p100f : rate);  // inf times a bias of 0 is NaN
-    *reinterpret_cast<Float2*>(smem.image + kBias + 4 * (64 * half + 2 * lane)) = Float2{bias_raw.x * slope, bias_raw.y * slope};
-    cp_async_wait<1>();  // k and q
-    __syncwarp();
-    measure_rows(smem, half);
-    // Masked tokens neither decay nor, with k = q = beta = 0, write.
-    const float beta = lane < in.valid ? sigmoid(bf16_to_float(beta_raw)) : 0.0f;
-    const int shift = beta_shift(warp_max_positive(beta));
-    cp_async_wait<0>();
+    wait_keys();
+    measure_rows(image_bytes, half);
+    wait_gates();
     barrier();  // the squares are in place
 
     float k_norm[2][2], q_norm[2][2];  // [block][tokens gid, gid + 8]
     {
         const float less = lane < kBlock ? 1.0f : 1.0f / kBlock0Scale;
-        const float k = inverse_norm(smem, 0, lane, less * kKeyScale), q = inverse_norm(smem, 1, lane, less * kQueryScale);
+        const float k = inverse_norm(image_bytes, 0, lane, less * kKeyScale), q = inverse_norm(image_bytes, 1, lane, less * kQueryScale);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             k_norm[i / 2][i % 2] = __shfl_sync(0xffffffffu, k, 8 * i + gid);
@@ -235,11 +302,15 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
         }
     }
     u32 cumulate[2][4];
-    cumulate_fragment(cumulate[0], in.valid);
-    cumulate_fragment(cumulate[1], in.valid - kBlock);
+    {
+        const int valid = *reinterpret_cast<const i32*>(image_bytes + kValid);
+        cumulate_fragment(cumulate[0], valid);
+        cumulate_fragment(cumulate[1], valid - kBlock);
+    }
+    const float slope = *reinterpret_cast<const float*>(image_bytes + kSlope);
     // bound sigmoid(x) kGateScale = 1 / (c + c exp(-x)), exp in base 2 like all others.
-    const float gate_c = reciprocal_approx(fminf(args.lower_bound * kLog2E * kGateScale, -0x1p-120f));
-    const u32 image = shared_address(smem.image);
+    const float gate_c = reciprocal_approx(fminf(lower_bound * kLog2E * kGateScale, -0x1p-120f));
+    const u32 image = shared_address(image_bytes);
 
     // gate_cumsum, intra: the warp's share of all scores, as C tiles of columns 0..7 and 8..15, times the scales; and the
     // chunk-level operands.
@@ -260,7 +331,7 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
             const int channel = 64 * half + 16 * m + 8 * t;
             u32 g_raw[4];  // tokens 8 i + 2 tid, + 1 of channel gid
             ldmatrix_x4_trans(g_raw, image + kRawG + tile_offset(lane, 8 * half + 2 * m + t));
-            const float bias = *reinterpret_cast<const float*>(smem.image + kBias + 4 * (channel + gid));
+            const float bias = *reinterpret_cast<const float*>(image_bytes + kBias + 4 * (channel + gid));
             u32 gates[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -310,7 +381,7 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
                 k_first[2 * t + r] = mul_f16x2(k_end[0][2 * t + r], over_second);
             }
             if (gid == 0)
-                *reinterpret_cast<Float2*>(smem.image + decay_offset(channel / 8, tid)) = Float2{end[0][0] * end[1][0], end[0][1] * end[1][1]};
+                *reinterpret_cast<Float2*>(image_bytes + decay_offset(channel / 8, tid)) = Float2{end[0][0] * end[1][0], end[0][1] * end[1][1]};
         }
         // Block 1 with block 0's keys, which as B fragments are what they are as A fragments.
 #pragma unroll
@@ -328,7 +399,7 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
 
     // Warp 0 completes A, warp 1 M.
     const auto give = [&](const float (&own)[2][2][4], const float (&cross)[2][4]) {
-        Float4 (&to)[6][32] = smem.partial[1 - half];
+        Float4 (&to)[6][32] = scratch.partial[1 - half];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             to[n][lane] = Float4{own[0][n][0], own[0][n][1], own[0][n][2], own[0][n][3]};
@@ -337,7 +408,7 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
         }
     };
     const auto take = [&](float (&own)[2][2][4], float (&cross)[2][4]) {
-        const Float4 (&from)[6][32] = smem.partial[half];
+        const Float4 (&from)[6][32] = scratch.partial[half];
         const auto add = [&](float (&x)[4], const Float4& y) { x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w; };
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -350,6 +421,8 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
         give(M, M_10);
     else
         give(A, A_10);
+    const float beta = *reinterpret_cast<const float*>(image_bytes + kBeta + 4 * lane);
+    const int shift = beta_shift(warp_max_positive(beta));
     async_proxy_fence();
     barrier();  // the other warp's sums are here
 
@@ -370,7 +443,7 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int i = gid + 8 * (e >> 1), j = 8 * n + 2 * tid + (e & 1);
-                    a_column(smem, b, j)[i] = j < i ? A[b][n][e] * beta_scaled[e >> 1] : 0.0f;
+                    a_column(scratch, b, j)[i] = j < i ? A[b][n][e] * beta_scaled[e >> 1] : 0.0f;
                 }
             }
         }
@@ -391,7 +464,7 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
             for (int j = 0; j + 1 < kBlock; ++j) {
 #pragma unroll
                 for (int i4 = (j + 1) / 4; i4 < kBlock / 4; ++i4) {
-                    const Float4 a = *reinterpret_cast<const Float4*>(a_column(smem, b, j) + 4 * i4);
+                    const Float4 a = *reinterpret_cast<const Float4*>(a_column(scratch, b, j) + 4 * i4);
                     const float a4[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
@@ -400,13 +473,13 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
             }
             __syncwarp();  // T goes where A's columns were
 #pragma unroll
-            for (int i = 0; i < kBlock; ++i) *t_element(smem, kBlock * b + i, lane) = static_cast<u16>(pack_f16(x[i], 0.0f));
+            for (int i = 0; i < kBlock; ++i) *t_element(scratch, kBlock * b + i, lane) = static_cast<u16>(pack_f16(x[i], 0.0f));
         }
         __syncwarp();
         // T_10 = -T_11 L T_00, where T_11's beta stands for that of A_10 = diag(beta) L.
         u32 t00[4], t11[4];
-        ldmatrix_x4_trans(t00, shared_address(t_element(smem, tile_row, tile_column)));
-        ldmatrix_x4(t11, shared_address(t_element(smem, kBlock + tile_row, kBlock + tile_column)));
+        ldmatrix_x4_trans(t00, shared_address(t_element(scratch, tile_row, tile_column)));
+        ldmatrix_x4(t11, shared_address(t_element(scratch, kBlock + tile_row, kBlock + tile_column)));
         // Both factors carry 2^shift, the product needs one; L carries the scales of its keys.
         const float unshift = -exp2_int(-shift) / (kWriteScale * kWriteScale);
         u32 t10[4];
@@ -419,7 +492,7 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
             mma_f16(t, t11, b0, b1);
             t10[2 * n] = pack_f16(t[0], t[1]), t10[2 * n + 1] = pack_f16(t[2], t[3]);
         }
-        stmatrix_x4(shared_address(t_element(smem, kBlock + tile_row, tile_column)), t10);
+        stmatrix_x4(shared_address(t_element(scratch, kBlock + tile_row, tile_column)), t10);
     } else {
         take(M, M_10);
 #pragma unroll
@@ -444,9 +517,9 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
     {
         u32 t_00[4], t_10[4], t_11[4];  // A fragments of T^T: transposed loads, tiles (j, i), (j + 8, i), (j, i + 8), (j + 8, i + 8)
         const int i = (lane & 7) + 8 * (lane >> 4), j = 8 * ((lane >> 3) & 1);
-        ldmatrix_x4_trans(t_00, shared_address(t_element(smem, i, j)));
-        ldmatrix_x4_trans(t_10, shared_address(t_element(smem, kBlock + i, j)));
-        ldmatrix_x4_trans(t_11, shared_address(t_element(smem, kBlock + i, kBlock + j)));
+        ldmatrix_x4_trans(t_00, shared_address(t_element(scratch, i, j)));
+        ldmatrix_x4_trans(t_10, shared_address(t_element(scratch, kBlock + i, j)));
+        ldmatrix_x4_trans(t_11, shared_address(t_element(scratch, kBlock + i, kBlock + j)));
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
             const u32 group = image + kAk + (lane_tile(half, lane) ^ (m << 5));
@@ -470,9 +543,9 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
     // A_q = M T by blocks; (0, 1) is zero.
     if (half == 1) {
         u32 t_00[4], t_10[4], t_11[4];  // B fragments
-        ldmatrix_x4_trans(t_00, shared_address(t_element(smem, tile_row, tile_column)));
-        ldmatrix_x4_trans(t_10, shared_address(t_element(smem, kBlock + tile_row, tile_column)));
-        ldmatrix_x4_trans(t_11, shared_address(t_element(smem, kBlock + tile_row, kBlock + tile_column)));
+        ldmatrix_x4_trans(t_00, shared_address(t_element(scratch, tile_row, tile_column)));
+        ldmatrix_x4_trans(t_10, shared_address(t_element(scratch, kBlock + tile_row, tile_column)));
+        ldmatrix_x4_trans(t_11, shared_address(t_element(scratch, kBlock + tile_row, kBlock + tile_column)));
         const float scale = kQueryScale * kWriteScale / kMScale * exp2_int(-shift);
         u32 aq_00[4], aq_10[4], aq_11[4];
 #pragma unroll
@@ -492,9 +565,8 @@ KDA_DEVICE void prepare_chunk(const KdaArgs& args, const ChunkInputs& in, int hv
         stmatrix_x4(image + kAq + aq_offset(kBlock + tile_row, lane >> 4), aq_10);
         stmatrix_x4(image + kAq + aq_offset(kBlock + tile_row, 2 + (lane >> 4)), aq_11);
     } else if (lane == 0) {
-        *reinterpret_cast<float*>(smem.image + kShift) = exp2_int(shift);
-        *reinterpret_cast<i32*>(smem.image + kShift + 4) = shift;
+        *reinterpret_cast<float*>(image_bytes + kShift) = exp2_int(shift);
+        *reinterpret_cast<i32*>(image_bytes + kShift + 4) = shift;
     }
     async_proxy_fence();
-    barrier();
 }

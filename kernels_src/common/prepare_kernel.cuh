@@ -6,7 +6,11 @@
 #include "common/prepare.cuh"
 
 constexpr int kPrepareThreads = 64;
-static_assert(sizeof(PrepareSmem) == 33920, "keep kda_jit/backends/cuda.py in step");
+struct PrepareSmem {
+    alignas(128) u8 image[kStageBytes];
+    PrepareScratch scratch;
+};
+static_assert(sizeof(PrepareSmem) == 33408, "keep kda_jit/backends/cuda.py in step");
 
 // Six CTAs an SM fill its shared memory. Each warp finds the chunk for itself: a barrier costs more than the instructions.
 extern "C" __global__ void __launch_bounds__(kPrepareThreads, 6) kda_prepare(const __grid_constant__ KdaArgs args) {
@@ -19,9 +23,12 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads, 6) kda_prepare(con
     const Sequence seq = load_sequence(args, n);
     const int c = static_cast<int>(slot - slot_base(args, n));
     if (c >= seq.num_chunks) return;
-    const ChunkInputs in = locate_inputs(args, seq, chunk_of(seq, c), hv);
+    const Chunk chunk = chunk_of(seq, c);
+    const ChunkInputs in = locate_inputs(args, seq.batch, seq.first + chunk.start, chunk.valid, hv);
     const int half = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform, for the compiler too
-    prepare_chunk(args, in, hv, smem, half, [] { __syncthreads(); }, [] {});
+    load_half(args, in, hv, smem.image, half);
+    prepare_chunk(args.lower_bound, smem.image, smem.scratch, half, WaitOwnKeys{}, WaitOwnGates{}, [] { __syncthreads(); }, [] {});
+    __syncthreads();
 
     u8* image = args.workspace + static_cast<i64>(blockIdx.x) * kStageBytes;
 #if __CUDA_ARCH__ >= 900

@@ -78,8 +78,8 @@ KDA_DEVICE int sequence_of_slot(const KdaArgs& args, i64 slot) {
         const int step = (high - low + 31) / 32;
         const int n = low + lane * step;
         const bool reached = n < high && slot_base(args, n) <= slot;
-        const int count = __popc(__ballot_sync(0xffffffffu, reached));  // lane 0 always reached
-        low += (count - 1) * step;
+        const int count = __popc(__ballot_sync(0xffffffffu, reached));  // 0 where the first sequence does not start at 0
+        low += max(count - 1, 0) * step;
         high = min(high, low + step);
     }
     return low;

@@ -10,7 +10,8 @@
 // k and q have unit length, T = (I + A)^-1 diag(beta) and beta < 1, so every entry is at most 1 before its power of two; the
 // powers keep small entries out of f16's subnormals. R is fed divided by kWriteScale, which undoes that of a_k and a_q.
 // Row-major tiles of 128-byte rows (64 elements, two tiles a matrix) with the 16-byte pieces of a row XORed by row % 8:
-// conflict-free for ldmatrix, and the 128-byte swizzle of wgmma. a_q has rows of 64 bytes, pieces XORed by (row / 2) % 4:
+// conflict-free for ldmatrix, and the 128-byte swizzle of wgmma. The first tiles of k_decayed, q_decayed and a_k come first, then the
+// second ones, so that the 64 rows of k_decayed and q_decayed are one operand. a_q has rows of 64 bytes, pieces XORed by (row / 2) % 4:
 // the 64-byte swizzle.
 #pragma once
 #include "common/types.cuh"
@@ -22,9 +23,10 @@ constexpr int kHeadDim = 128; // K and V
 constexpr int kRowBytes = 128;
 constexpr int kHalfTile = kChunk * kRowBytes;  // 64 channels of all tokens
 constexpr int kKDecayed = 0;
-constexpr int kQDecayed = kKDecayed + 2 * kHalfTile;
-constexpr int kAk = kQDecayed + 2 * kHalfTile;
-constexpr int kAq = kAk + 2 * kHalfTile;
+constexpr int kQDecayed = kKDecayed + kHalfTile;
+constexpr int kAk = kQDecayed + kHalfTile;
+constexpr int kHalfStride = kAk + kHalfTile;  // from a matrix's first tile to its second
+constexpr int kAq = 2 * kHalfStride;
 constexpr int kDecay = kAq + kChunk * kChunk * 2;
 constexpr int kShift = kDecay + 4 * 36 * 4;
 constexpr int kStageBytes = kShift + 64;
@@ -35,7 +37,7 @@ constexpr float kWriteScale = 0x1p7f;  // times kQueryScale, a_q's: at most 2^15
 
 // Byte offset of the 16-byte piece holding channels [8 piece, 8 piece + 8) of `row`.
 KDA_DEVICE int tile_offset(int row, int piece) {
-    return (piece >> 3) * kHalfTile + row * kRowBytes + (((piece & 7) ^ (row & 7)) << 4);
+    return (piece >> 3) * kHalfStride + row * kRowBytes + (((piece & 7) ^ (row & 7)) << 4);
 }
 // The same in a_q: columns [8 piece, 8 piece + 8) of `row`.
 KDA_DEVICE int aq_offset(int row, int piece) { return row * 64 + ((piece ^ ((row >> 1) & 3)) << 4); }

@@ -54,4 +54,13 @@ KDA_DEVICE u32 opaque(u32 x) {
     return x;
 }
 
+KDA_DEVICE Quad32 load_shared_quad(u32 shared) {
+    Quad32 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared) : "memory");
+    return v;
+}
+// Where the compiler would store four words.
+KDA_DEVICE void store_global_quad(void* p, Quad32 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 KDA_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }

@@ -34,25 +34,30 @@ constexpr u32 kSwizzle128 = 1, kSwizzle64 = 2;
 constexpr OperandLayout kRowsOf128Bytes = operand_layout(16, 8 * 128, kSwizzle128);
 constexpr OperandLayout kRowsOf64Bytes = operand_layout(16, 8 * 64, kSwizzle64);
 
-// `address`: that of the operand in units of 16 bytes.
+// A shared address in units of 16 bytes, as descriptors have it: within the CTA. In a cluster its upper byte is the CTA's rank.
+KDA_DEVICE u32 operand_address(u32 shared) { return (shared & 0x3ffffu) >> 4; }
+// `address`: of the operand, from operand_address.
 KDA_DEVICE u64 operand(OperandLayout layout, u32 address) {
     return static_cast<u64>(layout.high) << 32 | (layout.low + address);
 }
 
-// d = (kAccumulate ? d : 0) + a b, B K-major.
+// (c d) = (kAccumulate ? (c d) : 0) + a b, B K-major [16 x 64]: its first 32 columns give c, the others d.
 template <bool kAccumulate>
-KDA_DEVICE void wgmma_n32(float (&d)[4][4], const u32 (&a)[4], u64 b) {
+KDA_DEVICE void wgmma_n64(float (&c)[4][4], float (&d)[4][4], const u32 (&a)[4], u64 b) {
     asm volatile(
         "{\n"
         ".reg .pred accumulate;\n"
-        "setp.ne.b32 accumulate, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, "
+        "setp.ne.b32 accumulate, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, "
         "accumulate, 1, 1, 0;\n"
         "}"
-        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]),
-          "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]),
-          "+f"(d[3][2]), "+f"(d[3][3])
+        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),
+          "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),
+          "+f"(c[3][2]), "+f"(c[3][3]), "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]),
+          "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAccumulate ? 1 : 0));
 }
 // d += a b, B MN-major.

@@ -1,21 +1,21 @@
-// A chain: the recurrence of 64 of V's columns of one (sequence, value head), chunk after chunk, by a warpgroup that computes
-// and a warp that moves data. Both halves of V may run side by side on the same stage images: then two of each.
+// A chain: the recurrence of 64 of V's columns of one (sequence, value head), chunk after chunk, by a warpgroup that computes,
+// a warp that moves its columns of V and O, and a warp that moves stage images. Both halves of V may run side by side on the same
+// images: then two each of the former two.
 //
 //   X = S k_decayed     R = V - X     O = S q_decayed + R A_q     S' = D S + A_k^T R       (S, X, R, O transposed: V first)
 //
 // Same units, number formats and rounding as common/recurrence.cuh, with wgmma: S^T [64 x 128] is the accumulator of an
 // m64n128 product, and packed to f16 the A operand of the next chunk's products. B is the stage image as it lies in shared memory.
 //
-//   tensor cores   |      X       |      O1     | O2 |      S'     |                  |      X
-//   registers      | v, load next |     wait    | R  | max, D, pack O | snapshot, decay  | v ...
+//   tensor cores   |    X and O1 at once    |    | O2 |      S'      |                  |    X and O1
+//   registers      | v, load next, max, wait | R  |    | D, pack O    | snapshot, decay  | v ...
 //
-// A warp issues in order and waits at a wgmma that does not fit the queue, of about eight: a load between X and O1 costs nothing,
-// work there does.
+// A warp issues in order and waits at a wgmma that does not fit the queue, of about eight: X and O1 as one product of eight steps fit,
+// and leave the warp free.
 // The state is decayed for the next chunk right after it was packed for it: ptxas lets nobody write an accumulator while
 // an earlier batch is in flight. All else that is not arithmetic is the movers'. Two barriers a stage join the two:
 //   full    movers -> compute: the image and V's columns are here
 //   empty   compute -> movers: the stage has been read, and O lies where V's columns were
-// The first mover also moves the images.
 //
 // f16 range. A new choice of units needs the state's exact maximum, which costs time on the chain. So each warp keeps a bound instead: the
 // rule is a contraction, |s'|^2 <= |s|^2 + v^2 a token for each row s of S^T. It grows by 32 max(v)^2 a chunk, and only when it comes near
@@ -30,7 +30,7 @@ constexpr int kChainThreads = 128;  // that compute
 constexpr int kChainColumns = 64;   // of V
 constexpr int kImageBytes = (kStageBytes + 1023) / 1024 * 1024;
 constexpr int kChainTile = kHalfTile;  // 32 tokens x 64 columns, bf16, tile_offset layout
-constexpr OperandLayout kAkLayout = operand_layout(kHalfTile, 8 * kRowBytes, kSwizzle128);
+constexpr OperandLayout kAkLayout = operand_layout(kHalfStride, 8 * kRowBytes, kSwizzle128);
 
 // In units: v is to be within [2^4, 2^12], a row of the state at most 2^14 long. New units bring |v| into [2^6, 2^7), or |S| into
 // [2^8, 2^9) if that is coarser.
@@ -41,6 +41,7 @@ constexpr int kChainTarget = 6;
 
 enum ChainEvents : u32 { kMeasure = 1, kCheckpoint = 2, kFinal = 4 };  // after a chunk
 
+// Images and columns together, images from elsewhere.
 template <int kStages>
 struct ChainSmem {
     struct Stage {
@@ -51,22 +52,48 @@ struct ChainSmem {
     u64 full[kStages];
     u64 empty[kStages];
 };
-// Where one side stands in the ring: the stage of its next chunk, and the parity of that stage's phase. Outlives a chain.
+// Where one side of a chain stands in the stages: that of its next chunk, and the parity of that stage's phase. Outlives a chain.
 template <int kStages>
-struct ChainRing {
+struct ChainStages {
+    static constexpr int kDepth = kStages;
+    static constexpr bool kTensorCopies = false;  // of columns
+    ChainSmem<kStages>& smem;
+    int place;  // of the chain among those that share the stages
     u32 stage = 0, parity = 0;
 
+    KDA_DEVICE ChainStages(ChainSmem<kStages>& smem, int place) : smem(smem), place(place) {}
+    struct Spot {
+        u32 image, tile, full;  // shared addresses; the tile holds V's columns, later O's
+    };
+    KDA_DEVICE Spot spot() const {
+        const u32 image = shared_address(smem.stage) + stage * static_cast<u32>(sizeof(smem.stage[0]));
+        return {image, image + kImageBytes + place * kChainTile, shared_address(smem.full) + stage * static_cast<u32>(sizeof(u64))};
+    }
     KDA_DEVICE void advance() {
         stage = stage + 1 == kStages ? 0u : stage + 1;
         parity ^= stage == 0 ? 1u : 0u;
     }
+    KDA_DEVICE bool landed(const Spot& spot) const { return mbarrier_test(spot.full, parity); }
+    KDA_DEVICE void wait(const Spot& spot) const { mbarrier_wait(spot.full, parity); }
+    static KDA_DEVICE u32 empty(const Spot& spot) { return spot.full + kStages * static_cast<u32>(sizeof(u64)); }
+    KDA_DEVICE void release(const Spot& spot) const { mbarrier_arrive(empty(spot)); }  // by one thread a warp
+    KDA_DEVICE void wait_released(const Spot& spot) const { mbarrier_wait(empty(spot), parity); }
+    KDA_DEVICE void arrive_after_copies(const Spot& spot) const { mbarrier_arrive_after_cp_async(spot.full); }
 };
-// What a chain does; `place` is its number among those that share the stages.
+// What a chain does.
 struct ChainUnit {
-    int n, hv, half, place;
+    int n, hv, half;
+};
+// The chunks of its sequence that it does: all of them. Where it did not begin at the first or end at the last, it would take the state
+// from, or give it to, another chain.
+struct WholeSequence {
+    KDA_DEVICE int begin() const { return 0; }
+    KDA_DEVICE int end(const Sequence& seq) const { return seq.num_chunks; }
+    KDA_DEVICE void take(StateTile&, int) const {}
+    KDA_DEVICE void give(const StateTile&, int) const {}
 };
 
-// Where stage images come from; the first mover asks, for one chunk after another. This one: the workspace that an earlier grid filled.
+// Where stage images come from; the image mover asks, for one chunk after another. This one: the workspace that an earlier grid filled.
 struct WorkspaceSource {
     const u8* images;  // of the sequence's first chunk
     i64 pitch;         // bytes to the next chunk's
@@ -90,81 +117,108 @@ KDA_DEVICE void init_chains(ChainSmem<kStages>& smem, int chains) {
     mbarrier_init_fence();
 }
 
-// The mover's part of `unit`, by one warp: fills stages, and takes O out of them.
-template <int kStages, typename Source>
-KDA_DEVICE void move_chain(const KdaArgs& args, const ChainUnit& unit, const Source& source, ChainSmem<kStages>& smem,
-                           ChainRing<kStages>& ring) {
+// The image mover's part of `unit`, by one warp: fills stages with images.
+template <typename Stages, typename Source>
+KDA_DEVICE void move_images(const KdaArgs& args, const ChainUnit& unit, const Source& source, Stages& stages) {
+    const int num_chunks = load_sequence(args, unit.n).num_chunks;
+    auto fill = [&](int c, const typename Stages::Spot& spot) {
+        source.wait(c);
+        const u8* image = source.image(c);
+        if ((threadIdx.x & 31) == 0) {
+            mbarrier_arrive_expect_bytes(spot.full, kStageBytes);
+            bulk_copy(spot.image, image, kStageBytes, spot.full);
+        }
+        __syncwarp();
+    };
+    {
+        Stages ahead = stages;
+        for (int c = 0; c < min(Stages::kDepth, num_chunks); ++c, ahead.advance()) fill(c, ahead.spot());
+    }
+#pragma unroll 1
+    for (int c = 0; c < num_chunks; ++c, stages.advance()) {
+        const auto spot = stages.spot();
+        stages.wait_released(spot);
+        // Whoever has done with chunk c has seen that the next one has landed.
+        if (Source::kReused) source.consumed(min(c + 1, num_chunks - 1));
+        if (c + Stages::kDepth < num_chunks) fill(c + Stages::kDepth, spot);
+    }
+}
+
+// A column mover's part of `unit`, by one warp: brings V's columns to the stages, and takes O out of them.
+template <typename Stages, typename Part>
+KDA_DEVICE void move_columns(const KdaArgs& args, const ChainUnit& unit, const Part& part, Stages& stages) {
     constexpr int kRows = 4, kSteps = kChunk / kRows;  // rows a step; a thread refills just the rows that it has read
     const int thread = threadIdx.x & 31, row = thread / 8, piece = thread % 8;
     const Sequence seq = load_sequence(args, unit.n);
+    const int begin = part.begin(), end = part.end(seq);
     const int column = unit.hv * kHeadDim + unit.half * kChainColumns + 8 * piece;
     const u16* v = args.v + seq.batch * args.v_batch + seq.first * args.v_token + column;
     u16* out = args.out + seq.batch * args.out_batch + seq.first * args.out_token + column;
 
-    auto fill = [&](int c, u32 stage) {
-        const u32 full = shared_address(smem.full) + stage * static_cast<u32>(sizeof(u64));
-        const u32 to = shared_address(smem.stage) + stage * static_cast<u32>(sizeof(smem.stage[0]));
-        if (unit.place == 0) {
-            source.wait(c);
-            const u8* image = source.image(c);
-            if (thread == 0) {
-                mbarrier_arrive_expect_bytes(full, kStageBytes);
-                bulk_copy(to, image, kStageBytes, full);
-            }
-            __syncwarp();
-        }
+    auto fill = [&](int c, const typename Stages::Spot& spot) {
         const Chunk chunk = chunk_of(seq, c);
+        if constexpr (Stages::kTensorCopies) {
+            if (chunk.valid == kChunk) {
+                const int token = static_cast<int>(seq.first) + chunk.start;
+                const int column = unit.hv * kHeadDim + unit.half * kChainColumns;
+                if (thread == 0) stages.copy(spot, column, token, static_cast<int>(seq.batch));
+                __syncwarp();
+                return;
+            }
+        }
         const u16* from = v + (chunk.start + row) * args.v_token;
-        const u32 tile = to + kImageBytes + unit.place * kChainTile;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
             const bool live = row + kRows * i < chunk.valid;
-            cp_async_16_or_zero(tile + tile_offset(row + kRows * i, piece), live ? from : args.v, live);
+            cp_async_16_or_zero(spot.tile + tile_offset(row + kRows * i, piece), live ? from : args.v, live);
             from += kRows * args.v_token;
         }
-        mbarrier_arrive_after_cp_async(full);
+        stages.arrive_after_copies(spot);
     };
     {
-        ChainRing<kStages> ahead = ring;
-        for (int c = 0; c < min(kStages, seq.num_chunks); ++c, ahead.advance()) fill(c, ahead.stage);
+        Stages ahead = stages;
+        for (int c = begin; c < min(begin + Stages::kDepth, end); ++c, ahead.advance()) fill(c, ahead.spot());
     }
 #pragma unroll 1
-    for (int c = 0; c < seq.num_chunks; ++c, ring.advance()) {
-        const u8* tile = smem.stage[ring.stage].v[unit.place];
+    for (int c = begin; c < end; ++c, stages.advance()) {
+        const auto spot = stages.spot();
         const Chunk chunk = chunk_of(seq, c);
         u16* to = out + (chunk.start + row) * args.out_token;
-        mbarrier_wait(shared_address(&smem.empty[ring.stage]), ring.parity);
-        // Whoever has done with chunk c has seen that the next one has landed.
-        if (Source::kReused && unit.place == 0) source.consumed(min(c + 1, seq.num_chunks - 1));
+        stages.wait_released(spot);
         Quad32 rows[kSteps];
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) rows[i] = load_quad(tile + tile_offset(row + kRows * i, piece));
+        for (int i = 0; i < kSteps; ++i) rows[i] = load_shared_quad(spot.tile + tile_offset(row + kRows * i, piece));
+        if constexpr (Stages::kTensorCopies) async_proxy_fence(), __syncwarp();  // one thread's copy refills all of it
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-            if (row + kRows * i < chunk.valid) store_quad(to, rows[i]);
+            if (row + kRows * i < chunk.valid) store_global_quad(to, rows[i]);
             to += kRows * args.out_token;
         }
-        if (c + kStages < seq.num_chunks) fill(c + kStages, ring.stage);
+        if (c + Stages::kDepth < end) fill(c + Stages::kDepth, spot);
     }
 }
 
 // The warpgroup's part of `unit`, from the initial to the final state.
-template <int kStages>
-KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainSmem<kStages>& smem, ChainRing<kStages>& ring) {
+template <typename Stages, typename Part>
+KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const Part& part, Stages& stages) {
     const int thread = threadIdx.x % kChainThreads, lane = threadIdx.x & 31, tid = lane & 3;
     const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // uniform, as far as the compiler can tell
     const Sequence seq = load_sequence(args, unit.n);
-    const int num_chunks = seq.num_chunks;
-    const int checkpoint_chunk = (seq.checkpoint + kChunk - 1) / kChunk - 1;  // -1: none
+    const int begin = part.begin(), num_chunks = part.end(seq) - begin;
+    const bool ends = part.end(seq) == seq.num_chunks;
+    const int checkpoint_chunk = (seq.checkpoint + kChunk - 1) / kChunk - 1 - begin;  // below 0: none
 
     const i64 head = (static_cast<i64>(unit.hv) * kHeadDim + unit.half * kChainColumns + warp * kVRows) * kHeadDim;
     auto store_final = [&](const StateTile& state) {
+        if (!ends) return part.give(state, warp);
         const i64 slot = state_slot(args, unit.n);
         if (slot >= 0) store_state(state, args.final_state, slot * args.final_slot + head, args.flags & kFinalBf16);
     };
     StateTile state;
     const i64 slot = state_slot(args, unit.n);
-    if (args.initial_state && slot >= 0 && (!args.has_initial_state || args.has_initial_state[unit.n])) {
+    if (begin > 0) {
+        part.take(state, warp);
+    } else if (args.initial_state && slot >= 0 && (!args.has_initial_state || args.has_initial_state[unit.n])) {
         load_state(state, args.initial_state, slot * args.initial_slot + head, args.flags & kInitialBf16);
     } else {
 #pragma unroll
@@ -181,7 +235,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
 
     // A lane's row of a [tokens x columns] tile, for ldmatrix and stmatrix of the warp's own columns: tiles
     // (tokens 0, columns 0), (0, 8), (8, 0), (8, 8); tokens 16 .. 31 are 16 rows further on.
-    const u32 own_tile = kImageBytes + unit.place * kChainTile + tile_offset((lane & 7) + 8 * (lane >> 4), 2 * warp + ((lane >> 3) & 1));
+    const u32 own_columns = tile_offset((lane & 7) + 8 * (lane >> 4), 2 * warp + ((lane >> 3) & 1));
 
     u32 a[8][4];                // S^T in f16, as A fragments
     u32 v[4][2], v_next[4][2];  // V^T of this chunk and of the next: rows gid and gid + 8 of token tile nt
@@ -192,11 +246,11 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
     float bound;  // this lane's share of the squared length of rows after the chunk whose v was read last, in units
     const float out_scale = args.scale * (1.0f / kQueryScale);
 
-    auto load_v = [&](u32 image) {
+    auto load_v = [&](u32 tile) {
 #pragma unroll
         for (int nt = 0; nt < 4; nt += 2) {
             u32 r[4];
-            ldmatrix_x4_trans(r, image + own_tile + 8 * nt * kRowBytes);
+            ldmatrix_x4_trans(r, tile + own_columns + 8 * nt * kRowBytes);
             v_next[nt][0] = r[0], v_next[nt][1] = r[1], v_next[nt + 1][0] = r[2], v_next[nt + 1][1] = r[3];
         }
     };
@@ -244,37 +298,38 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
         state.exponent -= shift;
     };
 
-    u32 image = shared_address(smem.stage) + ring.stage * static_cast<u32>(sizeof(smem.stage[0]));
-    u32 full = shared_address(smem.full) + ring.stage * static_cast<u32>(sizeof(u64));
-    constexpr u32 to_empty = kStages * sizeof(u64);
-    mbarrier_wait(full, ring.parity);
-    load_v(image);
+    auto spot = stages.spot();
+    stages.wait(spot);
+    load_v(spot.tile);
     new_units(measure_v());
-    load_decay(image);
+    load_decay(spot.image);
     shift_decay();
     snapshot();
 
 #pragma unroll 1
     for (int c = 0; c < num_chunks; ++c) {
-        const u32 base = image >> 4, this_image = image, this_full = full;
+        const auto here = spot;
+        const u32 base = operand_address(here.image);
         const bool more = c + 1 < num_chunks;
-        ring.advance();
-        full = shared_address(smem.full) + ring.stage * static_cast<u32>(sizeof(u64));
-        const bool landed = mbarrier_test(full, ring.parity);  // asked here, where it costs no waiting
+        stages.advance();
+        const auto next = stages.spot();
+        const bool landed = stages.landed(next);  // asked here, where it costs no waiting
 
 #pragma unroll
         for (int nt = 0; nt < 4; ++nt) v[nt][0] = v_next[nt][0], v[nt][1] = v_next[nt][1];
+        // X and the state's share of O: rows of k_decayed and of q_decayed are one operand.
         wgmma_fence();
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
-            const u64 b = operand(kRowsOf128Bytes, base + ((kKDecayed + s / 4 * kHalfTile + s % 4 * 32) >> 4));
+            const u64 b = operand(kRowsOf128Bytes, base + ((kKDecayed + s / 4 * kHalfStride + s % 4 * 32) >> 4));
             if (s == 0)
-                wgmma_n32<false>(x, a[s], b);
+                wgmma_n64<false>(x, o, a[s], b);
             else
-                wgmma_n32<true>(x, a[s], b);
+                wgmma_n64<true>(x, o, a[s], b);
         }
         wgmma_commit();
 
+        // In their shadow: V in units, and the next V. (Its maximum, too, as far as ptxas leaves it here.)
 #pragma unroll
         for (int nt = 0; nt < 4; ++nt) v[nt][0] = opaque(v[nt][0]), v[nt][1] = opaque(v[nt][1]);  // unpacked here, not before X
         float v_units[4][4];
@@ -288,28 +343,17 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
             }
         }
         pin(v_units);
-
-        // The next V comes while O's products are issued.
         const bool shifted = shift != 0;
         if (more) {
-            if (!__all_sync(0xffffffffu, landed)) mbarrier_wait(full, ring.parity);
-            image = shared_address(smem.stage) + ring.stage * static_cast<u32>(sizeof(smem.stage[0]));
+            if (!__all_sync(0xffffffffu, landed)) stages.wait(next);
+            spot = next;
         }
-        load_v(image);  // after the last chunk: its own again, which nobody uses
+        load_v(spot.tile);  // after the last chunk: its own again, which nobody uses
+        const float v_max = measure_v();
 
-        wgmma_fence();
-#pragma unroll
-        for (int s = 0; s < 8; ++s) {
-            const u64 b = operand(kRowsOf128Bytes, base + ((kQDecayed + s / 4 * kHalfTile + s % 4 * 32) >> 4));
-            if (s == 0)
-                wgmma_n32<false>(o, a[s], b);
-            else
-                wgmma_n32<true>(o, a[s], b);
-        }
-        wgmma_commit();
-
-        wgmma_wait<1>();
+        wgmma_wait<0>();
         pin(x);
+        pin(o);
         // R / kWriteScale, as A fragments over tokens.
         u32 r[2][4];
         constexpr float unscale = -1.0f / (kKeyScale * kWriteScale);
@@ -320,9 +364,11 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
                 r[nt / 2][2 * (nt & 1) + e / 2] = pack_f16(fmaf(x[nt][e], unscale, v_units[nt][e]),
                                                            fmaf(x[nt][e + 1], unscale, v_units[nt][e + 1]));
         }
+        // R A_q for O, and R times the 32 rows before a_q for X, which nobody needs any more: ptxas serializes all products if x and o are
+        // one operand once and two another time.
         wgmma_fence();
 #pragma unroll
-        for (int s = 0; s < 2; ++s) wgmma_n32<true>(o, r[s], operand(kRowsOf64Bytes, base + ((kAq + s * 32) >> 4)));
+        for (int s = 0; s < 2; ++s) wgmma_n64<true>(x, o, r[s], operand(kRowsOf64Bytes, base + ((kAq - kChunk * 64 + s * 32) >> 4)));
         wgmma_commit();
 #pragma unroll
         for (int s = 0; s < 2; ++s)
@@ -330,20 +376,20 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
         wgmma_commit();
 
         // In their shadow: the next chunk's decays, and whether its units may stay.
-        load_decay(image);
+        load_decay(spot.image);
         wgmma_wait<1>();
         pin(o);
         {
             const float scale = out_scale * exp2_int(units);
 #pragma unroll
             for (int nt = 0; nt < 4; nt += 2)
-                stmatrix_x4_trans(this_image + own_tile + 8 * nt * kRowBytes,
+                stmatrix_x4_trans(here.tile + own_columns + 8 * nt * kRowBytes,
                                   pack_bf16(o[nt][0] * scale, o[nt][1] * scale),
                                   pack_bf16(o[nt][2] * scale, o[nt][3] * scale),
                                   pack_bf16(o[nt + 1][0] * scale, o[nt + 1][1] * scale),
                                   pack_bf16(o[nt + 1][2] * scale, o[nt + 1][3] * scale));
         }
-        const float v_max = measure_v(), v_largest = v_max * to_units;
+        const float v_largest = v_max * to_units;
         const bool above = __any_sync(0xffffffffu, !(v_largest <= kPassHigh && bound <= kPassShare));
         const bool below = !__any_sync(0xffffffffu, v_largest >= kPassLow);
         u32 events = 0;  // all of them rare
@@ -357,7 +403,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, ChainS
         wgmma_wait<0>();
         pin(state.s);
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(this_full + to_empty);
+        if (lane == 0) stages.release(here);
         if (events) {
             if (events & kCheckpoint)
                 store_state(state, args.checkpoint_state, unit.n * args.checkpoint_slot + head, args.flags & kCheckpointBf16);

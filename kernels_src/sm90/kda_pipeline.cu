@@ -8,7 +8,7 @@
 // launch  kda_pipeline_begin  1 CTA: zeroes the flags
 //         kda_pipeline        grid = SMs, 384 threads, kPipelineSmem; after it, on the same stream
 // roles   a ticket decides: producer CTAs prepare six chunks at a time, two warps each; consumer CTAs run up to two chains, a
-//         warpgroup that computes and a warp that moves data each, and give registers of the latter's warpgroup to the former
+//         warpgroup that computes and a warp that moves V and O each, a warp for the images, and registers from these to the former
 // order   lane = (group of sequences, head): its chunks run one after another, in two chains (halves of V); lanes run
 //         beside each other. Producers take chunks of all lanes in turn: chunk 0 of every lane, chunk 1, ...
 // ring    each lane has `ring` stage images; a producer writes the image of chunk i when both chains are past chunk i - ring
@@ -36,18 +36,6 @@ KDA_DEVICE u32* consumed_counters(const PipelineArgs& args, int lane) { return a
 KDA_DEVICE u32* ready_flag(const PipelineArgs& args, int lane, int place) {
     return args.flags + kLineWords * (1 + args.groups * args.heads_beside) + lane * args.ring + place;
 }
-KDA_DEVICE u32 load_acquire(const u32* p) {
-    u32 v;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-KDA_DEVICE u32 load_relaxed(const u32* p) {
-    u32 v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-KDA_DEVICE void store_relaxed(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-KDA_DEVICE void store_release(u32* p, u32 v) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
 // A group of sequences: those that begin within its share of the tokens.
 struct Group {
@@ -142,7 +130,8 @@ struct JobList {
             const int c = static_cast<int>(slot - seq_base);
             if (c >= seq.num_chunks) continue;
 
-            const ChunkInputs in = locate_inputs(kda, seq, chunk_of(seq, c), hv);
+            const Chunk chunk = chunk_of(seq, c);
+            const ChunkInputs in = locate_inputs(kda, seq.batch, seq.first + chunk.start, chunk.valid, hv);
             if (thread == 0) {
                 const int place = number % args.ring;
                 job.in = in;
@@ -154,7 +143,8 @@ struct JobList {
                 job.hv = hv;
                 job.exists = 1;
             }
-            prefetch_inputs(in);
+#pragma unroll
+            for (int part = 0; part < 4; ++part) prefetch_inputs(in, Quarter{part & 1, part >> 1});
             advance();
             return;
         }
@@ -162,8 +152,12 @@ struct JobList {
     }
 };
 
+struct PairSmem {
+    alignas(128) u8 image[kStageBytes];
+    PrepareScratch scratch;
+};
 struct ProducerSmem {
-    PrepareSmem prepare[kPairs];
+    PairSmem pair[kPairs];
     Job jobs[kPairs][3];   // the one before, this one, the next, in turn
     JobList list[kPairs];  // of the pair's warp 1, who has no register to spare
     Group groups[kMaxGroups];
@@ -193,13 +187,19 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
         find_job(args, smem, pair, smem.jobs[pair][0]);
     }
     barrier();
-    PrepareSmem& prepare = smem.prepare[pair];
+    PairSmem& own = smem.pair[pair];
     int turn = 0;
     // Warp 1's leader stores an image in two parts, the first while warp 0 solves. It says that the image is there one job later,
     // when it surely is, and saying so meets the wait for the next one's second part.
-    const auto store = [&](const Job& job, int from, int to) {
+    const auto store = [&](const Job& job, bool first) {
         if (!leader) return;
-        bulk_store(job.image + from, shared_address(prepare.image) + from, to - from);
+        constexpr int kFirst = kAk;  // of each half
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int begin = half * kHalfStride, end = half == 0 ? kHalfStride : kStageBytes;
+            const int from = first ? begin : begin + kFirst, to = first ? begin + kFirst : end;
+            bulk_store(job.image + from, shared_address(own.image) + from, to - from);
+        }
         bulk_store_commit();
     };
     bool owes = false;  // saying so
@@ -217,19 +217,21 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
             bulk_store_wait<0>();  // whoever this waits for may wait for that image
             publish();
         }
-        store(job, 0, kDecayedBytes);
+        store(job, true);
         find_job(args, smem, pair, smem.jobs[pair][turn == 2 ? 0 : turn + 1]);
     };
     for (; smem.jobs[pair][turn].exists; turn = turn == 2 ? 0 : turn + 1) {
         const Job& job = smem.jobs[pair][turn];
-        prepare_chunk(args.kda, job.in, job.hv, prepare, half, barrier, decayed);
+        load_half(args.kda, job.in, job.hv, own.image, half);
+        prepare_chunk(args.kda.lower_bound, own.image, own.scratch, half, WaitOwnKeys{}, WaitOwnGates{}, barrier, decayed);
+        barrier();  // the image is complete
         if (half == 1) {
-            store(job, kDecayedBytes, kStageBytes);
+            store(job, false);
             if (owes) {
                 bulk_store_wait<2>();  // all but this image's two parts
                 publish();
             }
-            bulk_store_wait_read();
+            bulk_store_wait_read<0>();
             __syncwarp();
             owes = true;
         }
@@ -241,7 +243,7 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
     }
 }
 
-// Images from the ring of a lane, one sequence at a time; asked by the first mover, in order.
+// Images from the ring of a lane, one sequence at a time; asked by the image mover, in order.
 struct RingSource {
     const u8* ring;     // the lane's images
     const u32* ready;   // and their flags
@@ -305,35 +307,41 @@ KDA_DEVICE ConsumerRole consumer_role(const PipelineArgs& args, int consumer) {
     return ConsumerRole{lane, chain & 1, lane < args.groups * args.heads_beside};
 }
 
-// Warpgroup i computes chain i.
+// Warpgroup i computes chain i,
 KDA_DEVICE void compute(const PipelineArgs& args, ConsumerSmem& smem, const ConsumerRole& role) {
     const int place = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (place >= args.chains_per_cta) return;
-    ChainRing<kStages> ring;
+    ChainStages<kStages> stages(smem.chains, place);
     for (int hv = role.lane % args.heads_beside; hv < args.kda.HV; hv += args.heads_beside) {
         for (int n = smem.group.first; n < smem.group.last; ++n)
-            compute_chain(args.kda, ChainUnit{n, hv, role.half + place, place}, smem.chains, ring);
+            compute_chain(args.kda, ChainUnit{n, hv, role.half + place}, WholeSequence{}, stages);
     }
 }
-// The i-th warp after the warpgroups moves the data of chain i.
-KDA_DEVICE void move(const PipelineArgs& args, ConsumerSmem& smem, const ConsumerRole& role) {
+// the i-th warp after the warpgroups moves its columns,
+KDA_DEVICE void move(const PipelineArgs& args, ConsumerSmem& smem, const ConsumerRole& role, int place) {
+    ChainStages<kStages> stages(smem.chains, place);
+    for (int hv = role.lane % args.heads_beside; hv < args.kda.HV; hv += args.heads_beside) {
+        for (int n = smem.group.first; n < smem.group.last; ++n)
+            move_columns(args.kda, ChainUnit{n, hv, role.half + place}, WholeSequence{}, stages);
+    }
+}
+// and the one after those the images.
+KDA_DEVICE void move_images(const PipelineArgs& args, ConsumerSmem& smem, const ConsumerRole& role) {
     const KdaArgs& kda = args.kda;
-    const int place = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - 4 * kChains;
-    if (place >= args.chains_per_cta) return;
     const Group& group = smem.group;
-    ChainRing<kStages> ring;
+    ChainStages<kStages> stages(smem.chains, 0);
     RingSource source{kda.workspace + static_cast<i64>(role.lane) * args.ring * kStageBytes, ready_flag(args, role.lane, 0),
                       consumed_counters(args, role.lane) + role.half, args.ring, 0, 0, 0, 0};
     // Two chains take their images together: the other counter holds nobody back.
-    if (place == 0 && args.chains_per_cta == 2 && (threadIdx.x & 31) == 0) store_relaxed(source.taken + 1, 0x7fffffff);
-    int before = 0;  // numbers of the heads that are done
-    for (int hv = role.lane % args.heads_beside; hv < kda.HV; hv += args.heads_beside, before += group.slots) {
+    if (args.chains_per_cta == 2 && (threadIdx.x & 31) == 0) store_relaxed(source.taken + 1, 0x7fffffff);
+    for (int hv = role.lane % args.heads_beside; hv < kda.HV; hv += args.heads_beside) {
         for (int n = group.first; n < group.last; ++n) {
-            if (place == 0) source.begin(before + static_cast<int>(slot_base(kda, n) - group.base));
-            move_chain(kda, ChainUnit{n, hv, role.half + place, place}, source, smem.chains, ring);
+            const int before = hv / args.heads_beside * group.slots;  // numbers of the heads that are done
+            source.begin(before + static_cast<int>(slot_base(kda, n) - group.base));
+            move_images(kda, ChainUnit{n, hv, 0}, source, stages);
         }
     }
-    if (place == 0) source.skip_to(0x7fffffff);
+    source.skip_to(0x7fffffff);
 }
 
 KDA_DEVICE void consume(const PipelineArgs& args, ConsumerSmem& smem, int consumer) {
@@ -352,7 +360,11 @@ KDA_DEVICE void consume(const PipelineArgs& args, ConsumerSmem& smem, int consum
         compute(args, smem, role);
     } else {
         lower_registers<88>();
-        move(args, smem, role);
+        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - 4 * kChains;
+        if (warp < args.chains_per_cta)
+            move(args, smem, role, warp);
+        else if (warp == kChains)
+            move_images(args, smem, role);
     }
 }
 

@@ -44,6 +44,7 @@ SMEM_OF = {
     "kda_recurrence": "sizeof(RecurrenceSmem)",
     "kda_recurrence_single": "sizeof(RecurrenceSmem)",
     "kda_pipeline": "kPipelineSmem",
+    "kda_fused": "sizeof(FusedSmem)",
 }
 
 #: struct KdaArgs, in order.
@@ -324,6 +325,22 @@ def test_launches_ask_for_the_shared_memory_that_the_kernels_use(schedule: Sched
     text = f'#include "{schedule.file}"\n' + "\n".join(facts)
     folder = schedule.file.rpartition("/")[0]
     compile_source(text, name=f"{folder}/facts.cu", target=target)
+
+
+def test_tensor_maps_lie_where_the_fused_kernel_looks_for_them() -> None:
+    skip_unless_known("sm_90a")
+    facts = [
+        f"sizeof(FusedArgs) == {cuda.FUSED_ARGS_BYTES}",
+        f"__INTADDR__(&((FusedArgs*)0)->share) == {cuda.ARGS_BYTES}",
+        f"__INTADDR__(&((FusedArgs*)0)->call) == {cuda.ARGS_BYTES + 8}",
+        f"(2 * kChainColumns * kHeadDim + 2 * 4) * 4 == {cuda._HANDED_BYTES}",
+    ]
+    for i, name in enumerate("qkgv"):
+        at = cuda._MAPS_AT + i * cuda.tensor_map.NBYTES
+        facts.append(f"__INTADDR__(&((FusedArgs*)0)->{name}) == {at}")
+    asserts = "\n".join(f'static_assert({fact}, "");' for fact in facts)
+    text = f'#include "{SCHEDULES["fused"].file}"\n{asserts}'
+    compile_source(text, name="sm90/facts.cu", target="sm_90a")
 
 
 def test_pipeline_divides_as_its_kernel_does() -> None:

@@ -1,0 +1,360 @@
+// KDA prefill for Hopper in one kernel: a cluster of two SMs takes a value head, prepares its chunks in turns and
+// runs half of V's columns each. Stage images never leave shared memory.
+//
+//   S' = diag(exp g_t) S      S = S' + beta_t k_t (v_t - S'^T k_t)^T      o_t = scale S^T q_t
+//
+// in      FusedArgs: KdaArgs (common/kda_args.cuh) and tensor maps of q, k, g and v
+// out     out bf16; final_state; checkpoint_state
+// launch  kda_fused  clusters of 2, as many as run at once at most; 384 threads, kFusedSmem
+// roles   four warps compute the chain of V's half `rank`; six prepare, two a chunk, every other chunk of the cluster's, and send what
+//         they made to the peer; one loads raw inputs; one moves V and O
+// order   chunks of a cluster are numbered through all its pieces of units (sequence, value head); CTA `rank` prepares those with
+//         number % 2 == rank
+// shares  more units than clusters: all chunk slots of all units in a row, a share of them to each cluster, which works on its units from the
+//         last to the first. A unit that two of them share is begun by the first one, at once, and ended by the second one, at last
+//
+//   own slots, 5      loaded: loader -> pair      ready: pair -> chain, sender      freed: chains of both CTAs -> loader, sender
+//   peer's images, 2  ready: the peer's copy -> chain                               (freed: that of the slot they were copied from)
+//   tiles, 4          full: mover -> chain        empty: chain -> mover
+//
+// Why nobody waits forever: everything waits, at most, for something about an earlier chunk, but a chain, which waits for the image
+// of the chunk after the one it works on; loading and preparing wait for chunks at least four numbers before that. A state is waited for
+// that a cluster with a lower number, which started earlier, makes first of all, or after it waited likewise.
+#include "common/cluster.cuh"
+#include "common/prepare.cuh"
+#include "common/sequence.cuh"
+#include "common/tensor_map.cuh"
+#include "sm90/chain.cuh"
+
+// Of [batch row, token, channel of all heads]; boxes of 64 channels x 32 tokens, rows of 128 bytes with the 128-byte swizzle, which is that of tile_offset.
+struct FusedArgs {
+    KdaArgs kda;  // kda.workspace: where there are shares, states on their way [clusters, 128, 128] fp32, then flags [clusters, 2, 4]
+    i64 share;    // chunk slots of a cluster; 0: a cluster takes whole units in turn
+    u32 call;     // no other call's number; a flag that has it says that the state is there
+    u32 reserved[5];
+    TensorMap q, k, g, v;
+};
+static_assert(sizeof(FusedArgs) == 832, "keep kda_jit/backends/cuda.py in step");
+
+constexpr int kThreads = 384;  // at 168 registers
+constexpr int kPairs = 3;      // of warps that prepare
+constexpr int kSlots = 5, kReceived = 2, kTiles = 4;
+
+// An image, being made or complete, and its barriers.
+struct alignas(1024) Slot {
+    u8 image[kStageBytes];
+    u64 ready, freed, loaded;
+};
+static_assert(sizeof(Slot) == kImageBytes, "barriers fit behind an image");
+constexpr int kReady = kStageBytes, kFreed = kReady + 8, kLoaded = kFreed + 8;
+// V's columns of a chunk, later O's.
+struct TileBarriers {
+    u64 full, empty;
+};
+
+struct FusedSmem {
+    Slot own[kSlots];
+    Slot received[kReceived];
+    alignas(1024) u8 tile[kTiles][kChainTile];
+    PrepareScratch scratch[kPairs];
+    TileBarriers tile_barriers[kTiles];
+    u32 shared;  // whether units are; here, since the chain has no register to spare
+};
+constexpr int kFusedSmem = 229376;
+static_assert(sizeof(FusedSmem) == kFusedSmem, "keep kda_jit/backends/cuda.py in step");
+
+// Goes round `kCount` pieces of shared memory.
+template <int kCount, int kBytes>
+struct Round {
+    u32 index = 0, parity = 0;
+
+    KDA_DEVICE u32 of(const void* first) const { return shared_address(first) + index * kBytes; }
+    KDA_DEVICE void advance(u32 step = 1) {
+        index += step;
+        if (index >= kCount) index -= kCount, parity ^= 1;
+    }
+};
+using SlotRound = Round<kSlots, sizeof(Slot)>;
+struct TileRound : Round<kTiles, kChainTile> {
+    KDA_DEVICE u32 full(const FusedSmem& smem) const {
+        return shared_address(smem.tile_barriers) + index * static_cast<u32>(sizeof(TileBarriers));
+    }
+    static KDA_DEVICE u32 empty(u32 full) { return full + 8; }
+};
+
+// Chunks [first, last) of a unit. The state comes from the cluster before, and goes to the one after, where first is not the first one's,
+// and last not the last one's.
+struct Piece {
+    const FusedArgs& args;
+    u32 rank;
+    int first, last;
+
+    KDA_DEVICE int begin() const { return first; }
+    KDA_DEVICE int end(const Sequence&) const { return last; }
+    KDA_DEVICE i64 element(u32 cluster, int warp) const {
+        return (static_cast<i64>(cluster) * 2 * kChainColumns + rank * kChainColumns + warp * kVRows) * kHeadDim;
+    }
+    KDA_DEVICE u32* flag(u32 cluster, int warp) const {
+        u8* flags = args.kda.workspace + static_cast<i64>(gridDim.x >> 1) * 2 * kChainColumns * kHeadDim * sizeof(float);
+        return reinterpret_cast<u32*>(flags) + (cluster * 2 + rank) * 4 + warp;
+    }
+    KDA_DEVICE void take(StateTile& state, int warp) const {
+        const u32 from = (blockIdx.x >> 1) - 1;
+        while (__any_sync(0xffffffffu, load_acquire(flag(from, warp)) != args.call)) {}
+        load_state(state, args.kda.workspace, element(from, warp), false);
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) store_relaxed(flag(from, warp), 0);  // a graph's next replay has the same number
+    }
+    KDA_DEVICE void give(const StateTile& state, int warp) const {
+        const u32 to = blockIdx.x >> 1;
+        store_state(state, args.kda.workspace, element(to, warp), false);
+        __threadfence();
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) store_release(flag(to, warp), args.call);
+    }
+};
+
+// A cluster's pieces one after another, with the number of their first chunk; by whole warps.
+template <typename Work>
+KDA_DEVICE void for_each_piece(const FusedArgs& args, const volatile u32& shared, u32 rank, Work work) {
+    const KdaArgs& kda = args.kda;
+    u32 number = 0;
+    if (!shared) {
+        const int units = kda.N * kda.HV;
+#pragma unroll 1
+        for (int unit = blockIdx.x >> 1; unit < units; unit += gridDim.x >> 1) {
+            const int n = unit / kda.HV, num_chunks = load_sequence(kda, n).num_chunks;
+            work(ChainUnit{n, unit - n * kda.HV, static_cast<int>(rank)}, Piece{args, rank, 0, num_chunks}, number);
+            number += num_chunks;
+        }
+        return;
+    }
+    const i64 all = slot_base(kda, kda.N) * kda.HV, begin = min((blockIdx.x >> 1) * args.share, all);
+#pragma unroll 1
+    for (i64 end = min(begin + args.share, all); end > begin;) {
+        const i64 last = end - 1;
+        const int n = sequence_of_slot(kda, last / kda.HV);
+        const i64 base = slot_base(kda, n) * kda.HV, slots = slot_base(kda, n + 1) - slot_base(kda, n);
+        const int hv = static_cast<int>((last - base) / slots), num_chunks = load_sequence(kda, n).num_chunks;
+        const i64 unit = base + hv * slots, from = max(unit, begin);
+        const int first = static_cast<int>(from - unit), until = min(static_cast<int>(end - unit), num_chunks);
+        end = from;
+        if (first > 0 && first >= num_chunks) continue;  // slots without a chunk
+        work(ChainUnit{n, hv, static_cast<int>(rank)}, Piece{args, rank, first, until}, number);
+        number += until - first;
+    }
+}
+
+// The chain's view: images from both CTAs in turn, tiles of its own.
+struct FusedStages {
+    FusedSmem& smem;
+    u32 rank;
+    bool own;  // whether the next image is
+    SlotRound slot;
+    Round<kReceived, sizeof(Slot)> received;
+    TileRound tiles;
+
+    KDA_DEVICE FusedStages(FusedSmem& smem, u32 rank) : smem(smem), rank(rank), own(rank == 0) {}
+    struct Spot {
+        u32 image, tile;
+        u32 full;   // of the tile
+        u32 freed;  // where the image was made; a cluster's address
+    };
+    // Image j of the peer lies there where image j of this CTA lies here, which came before (rank 0) or comes next.
+    KDA_DEVICE Spot spot() const {
+        const u32 index = own || rank == 1 ? slot.index : slot.index == 0 ? kSlots - 1 : slot.index - 1;
+        const u32 here = shared_address(smem.own) + index * static_cast<u32>(sizeof(Slot));
+        return {own ? here : received.of(smem.received), tiles.of(smem.tile), tiles.full(smem), peer_address(here + kFreed, own ? rank : rank ^ 1)};
+    }
+    KDA_DEVICE void advance() {
+        if (own)
+            slot.advance();
+        else
+            received.advance();
+        own = !own;
+        tiles.advance();
+    }
+    KDA_DEVICE u32 image_parity() const { return own ? slot.parity : received.parity; }
+    KDA_DEVICE bool landed(const Spot& spot) const {
+        return mbarrier_test(spot.image + kReady, image_parity()) & mbarrier_test(spot.full, tiles.parity);  // both asked at once
+    }
+    KDA_DEVICE void wait(const Spot& spot) const {
+        mbarrier_wait(spot.image + kReady, image_parity());
+        mbarrier_wait(spot.full, tiles.parity);
+    }
+    KDA_DEVICE void release(const Spot& spot) const {
+        mbarrier_arrive(TileRound::empty(spot.full));
+        peer_mbarrier_arrive(spot.freed);
+    }
+};
+// The mover's view.
+struct FusedTiles {
+    static constexpr int kDepth = kTiles;
+    FusedSmem& smem;
+    const TensorMap& v;
+    TileRound tiles;
+
+    KDA_DEVICE FusedTiles(FusedSmem& smem, const TensorMap& v) : smem(smem), v(v) {}
+    struct Spot {
+        u32 tile, full;
+    };
+    KDA_DEVICE Spot spot() const { return {tiles.of(smem.tile), tiles.full(smem)}; }
+    KDA_DEVICE void advance() { tiles.advance(); }
+    KDA_DEVICE void wait_released(const Spot& spot) const { mbarrier_wait(TileRound::empty(spot.full), tiles.parity); }
+    static constexpr bool kTensorCopies = true;
+    // A whole tile: by one thread.
+    KDA_DEVICE void copy(const Spot& spot, int column, int token, int row) const {
+        mbarrier_arrive_expect_bytes(spot.full, kChainTile);
+        tensor_copy(spot.tile, v, column, token, row, spot.full);
+    }
+    // What cp.async copied, by the whole warp: not often.
+    KDA_DEVICE void arrive_after_copies(const Spot& spot) const {
+        cp_async_wait_all();
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) mbarrier_arrive(spot.full);
+    }
+};
+
+// Loads this CTA's chunks, by one warp.
+KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
+    const KdaArgs& kda = args.kda;
+    const bool leader = (threadIdx.x & 31) == 0;
+    SlotRound slot;
+    const auto begin = [&] {
+        mbarrier_wait(slot.of(smem.own) + kFreed, slot.parity ^ 1);
+        return smem.own[slot.index].image;
+    };
+    for_each_piece(args, smem.shared, rank, [&](const ChainUnit& unit, const Piece& piece, u32 number) {
+        const Sequence seq = load_sequence(kda, unit.n);
+        int c = piece.first + ((number ^ rank) & 1);
+        if (c >= piece.last) return;
+        const ChunkInputs first = locate_inputs(kda, seq.batch, seq.first, 1, unit.hv);
+        ChunkScalars scalars[2] = {read_scalars(kda, first, unit.hv, 0), read_scalars(kda, first, unit.hv, 1)};
+        const int h = kda.HV == kda.H ? unit.hv : unit.hv / (kda.HV / kda.H);
+#pragma unroll 1
+        for (; c < piece.last; c += 2) {
+            const Chunk chunk = chunk_of(seq, c);
+            const ChunkInputs in = inputs_from(first, chunk.start, chunk.valid);
+            scalars[0].beta = read_beta(in);
+            u8* image = begin();
+            const u32 to = slot.of(smem.own), loaded = to + kLoaded;
+            const bool whole = chunk.valid == kChunk;
+            if (whole && leader) {
+                mbarrier_expect_bytes(loaded, 6 * kHalfTile);
+                const int token = static_cast<int>(seq.first) + chunk.start, row = static_cast<int>(seq.batch);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    tensor_copy(to + kRawK + half * kHalfStride, args.k, kHeadDim * h + 64 * half, token, row, loaded);
+                    tensor_copy(to + kRawQ + half * kHalfStride, args.q, kHeadDim * h + 64 * half, token, row, loaded);
+                    tensor_copy(to + kRawG + half * kHalfStride, args.g, kHeadDim * unit.hv + 64 * half, token, row, loaded);
+                }
+            }
+            __syncwarp();
+            if (!whole) {  // the end of a sequence, and zeros
+#pragma unroll 1
+                for (int part = 0; part < 4; ++part) {
+                    fetch_keys(image, in, Quarter{part & 1, part >> 1});
+                    fetch_gates(image, in, Quarter{part & 1, part >> 1});
+                }
+                cp_async_wait_all();
+            }
+            write_scalars(image, scalars[0], chunk.valid, 0);
+            write_scalars(image, scalars[1], chunk.valid, 1);
+            __syncwarp();
+            if (leader) mbarrier_arrive(loaded);
+            slot.advance();
+        }
+    });
+    for (int end = 0; end < kPairs; ++end) {  // every pair is to find one
+        u8* image = begin();
+        if (leader) {
+            *reinterpret_cast<i32*>(image + kValid) = 0;
+            mbarrier_arrive(slot.of(smem.own) + kLoaded);
+        }
+        __syncwarp();
+        slot.advance();
+    }
+}
+
+// Prepares every kPairs-th of this CTA's chunks, and sends them to the peer.
+KDA_DEVICE void prepare_chunks(const KdaArgs& args, FusedSmem& smem, u32 rank, int pair, int half) {
+    const bool leader = (threadIdx.x & 31) == 0;
+    SlotRound slot;
+    slot.advance(pair);
+    int number = pair;  // among this CTA's chunks
+#pragma unroll 1
+    for (;; number += kPairs) {
+        const u32 at = slot.of(smem.own);
+        u8* image = smem.own[slot.index].image;
+        // Not loaded's phase alone: bytes come in no order, and a parity does not tell this chunk's phase from the one before the slot's last.
+        mbarrier_wait(at + kFreed, slot.parity ^ 1);
+        mbarrier_wait(at + kLoaded, slot.parity);
+        if (*reinterpret_cast<const i32*>(image + kValid) == 0) return;
+        prepare_chunk(args.lower_bound, image, smem.scratch[pair], half, [] {}, [] {}, [&] { named_barrier(1 + pair, 64); }, [] {});
+        __syncwarp();
+        if (leader) mbarrier_arrive(at + kReady);
+        if (half == 1) {
+            mbarrier_wait(at + kReady, slot.parity);
+            if (number >= kReceived) {
+                // Both chains have done with the chunk whose place at the peer this one takes.
+                const u32 last = (number - kReceived) % kSlots, round = (number - kReceived) / kSlots;
+                mbarrier_wait(shared_address(&smem.own[last].freed), round & 1);
+            }
+            if (leader) {
+                const u32 to = shared_address(&smem.received[number % kReceived]);
+                const u32 ready = peer_address(to + kReady, rank ^ 1);
+                peer_mbarrier_arrive_expect_bytes(ready, kStageBytes);
+                bulk_copy_to_peer(peer_address(to, rank ^ 1), at, kStageBytes, ready);
+            }
+            __syncwarp();
+        }
+        slot.advance(kPairs);
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) kda_fused(const __grid_constant__ FusedArgs args) {
+    extern __shared__ __align__(1024) u8 dynamic_smem[];
+    FusedSmem& smem = *reinterpret_cast<FusedSmem*>(dynamic_smem);
+    const u32 rank = cluster_rank();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kSlots; ++i) {
+            Slot& slot = smem.own[i];
+            mbarrier_init(shared_address(&slot.ready), 2);    // the pair's warps
+            mbarrier_init(shared_address(&slot.freed), 8);    // the chains' warps
+            mbarrier_init(shared_address(&slot.loaded), 1);   // the loader, and bytes
+        }
+        for (int i = 0; i < kReceived; ++i) mbarrier_init(shared_address(&smem.received[i].ready), 1);
+        for (int i = 0; i < kTiles; ++i) {
+            mbarrier_init(shared_address(&smem.tile_barriers[i].full), 1);
+            mbarrier_init(shared_address(&smem.tile_barriers[i].empty), kChainThreads / 32);
+        }
+        mbarrier_init_fence();
+        if (args.kda.T > 0)  // else there are none
+            prefetch_tensor_map(args.k), prefetch_tensor_map(args.q), prefetch_tensor_map(args.g), prefetch_tensor_map(args.v);
+    }
+    // Shares are of sequences in order, without a gap before the first; whatever else cu_seqlens says is done unit by unit.
+    bool in_order = sequence_start(args.kda, 0) < kChunk;
+    if (args.share != 0)
+        for (int n = threadIdx.x; n < args.kda.N; n += kThreads) in_order &= sequence_start(args.kda, n) <= sequence_start(args.kda, n + 1);
+    in_order = __syncthreads_and(in_order);
+    if (threadIdx.x == 0) smem.shared = in_order && args.share != 0;
+    cluster_sync();
+    if (warp < 4) {  // 128 x 200 + 256 x 152 registers, of 384 x 168
+        raise_registers<200>();
+        FusedStages stages(smem, rank);
+        for_each_piece(args, smem.shared, rank, [&](const ChainUnit& unit, const Piece& piece, u32) { compute_chain(args.kda, unit, piece, stages); });
+    } else {
+        lower_registers<152>();
+        if (warp < 4 + 2 * kPairs) {
+            prepare_chunks(args.kda, smem, rank, (warp - 4) / 2, warp % 2);
+        } else if (warp == 4 + 2 * kPairs) {
+            load_chunks(args, smem, rank);
+        } else {
+            FusedTiles tiles(smem, args.v);
+            for_each_piece(args, smem.shared, rank, [&](const ChainUnit& unit, const Piece& piece, u32) { move_columns(args.kda, unit, piece, tiles); });
+        }
+    }
+    __syncwarp();
+    cluster_sync();  // the peer may still arrive at barriers here
+}
