@@ -255,41 +255,32 @@ KDA_DEVICE void write_scalars(u8* image, const ChunkScalars& x, i32 valid, int h
     }
 }
 
-// All of one half of the channels, by the warp that will prepare it, which waits by cp_async_wait<1> and <0>.
+// All of one half of the channels, loaded and measured by the warp that will prepare it. A barrier of both warps must follow.
 KDA_DEVICE void load_half(const KdaArgs& args, const ChunkInputs& in, int hv, u8* image, int half) {
-    const ChunkScalars scalars = read_scalars(args, in, hv, half);
 #pragma unroll
     for (int block = 0; block < 2; ++block) fetch_keys(image, in, Quarter{half, block});
     cp_async_commit();
 #pragma unroll
     for (int block = 0; block < 2; ++block) fetch_gates(image, in, Quarter{half, block});
     cp_async_commit();
-    write_scalars(image, scalars, in.valid, half);
+    const ChunkScalars scalars = read_scalars(args, in, hv, half);
+    cp_async_wait<1>();  // k and q
+    __syncwarp();
+    measure_rows(image, half);
+    write_scalars(image, scalars, in.valid, half);  // not before: they are the last to come
+    cp_async_wait<0>();
 }
-struct WaitOwnKeys {
-    KDA_DEVICE void operator()() const { cp_async_wait<1>(), __syncwarp(); }
-};
-struct WaitOwnGates {
-    KDA_DEVICE void operator()() const { cp_async_wait<0>(); }
-};
 
-// What was loaded to a stage image, by warps `half` 0 and 1 (uniform, for the compiler too).
+// What was loaded to a stage image and measured, by warps `half` 0 and 1 (uniform, for the compiler too).
 //
-//   wait_keys(), wait_gates()  return when this warp can see its half of k and q, and of g; the barrier after that shows the scalars
-//   barrier()                  joins the two warps
-//   decayed()                  is called by warp 1, who has time to spare while warp 0 solves: k_decayed and q_decayed are complete
+//   barrier()  joins the two warps
+//   decayed()  is called by warp 1, who has time to spare while warp 0 solves: k_decayed and q_decayed are complete
 //
 // At the end each has written its part, and bulk copies may read what both have. `scratch` may be used for the next chunk at once.
-template <typename WaitKeys, typename WaitGates, typename Barrier, typename Decayed>
-KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch& scratch, int half, WaitKeys wait_keys,
-                              WaitGates wait_gates, Barrier barrier, Decayed decayed) {
+template <typename Barrier, typename Decayed>
+KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch& scratch, int half, Barrier barrier, Decayed decayed) {
     // Opaque: else a caller's loop keeps all that follows from it in registers.
     const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
-
-    wait_keys();
-    measure_rows(image_bytes, half);
-    wait_gates();
-    barrier();  // the squares are in place
 
     float k_norm[2][2], q_norm[2][2];  // [block][tokens gid, gid + 8]
     {

@@ -27,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads, 6) kda_prepare(con
     const ChunkInputs in = locate_inputs(args, seq.batch, seq.first + chunk.start, chunk.valid, hv);
     const int half = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform, for the compiler too
     load_half(args, in, hv, smem.image, half);
-    prepare_chunk(args.lower_bound, smem.image, smem.scratch, half, WaitOwnKeys{}, WaitOwnGates{}, [] { __syncthreads(); }, [] {});
+    __syncthreads();
+    prepare_chunk(args.lower_bound, smem.image, smem.scratch, half, [] { __syncthreads(); }, [] {});
     __syncthreads();
 
     u8* image = args.workspace + static_cast<i64>(blockIdx.x) * kStageBytes;

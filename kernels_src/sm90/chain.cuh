@@ -39,7 +39,6 @@ constexpr float kPassShare = kPassState * kPassState / 4;  // what each lane of 
 constexpr int kChainHeadroom = -2;
 constexpr int kChainTarget = 6;
 
-enum ChainEvents : u32 { kMeasure = 1, kCheckpoint = 2, kFinal = 4 };  // after a chunk
 
 // Images and columns together, images from elsewhere.
 template <int kStages>
@@ -57,6 +56,7 @@ template <int kStages>
 struct ChainStages {
     static constexpr int kDepth = kStages;
     static constexpr bool kTensorCopies = false;  // of columns
+    static constexpr bool kEndsEarly = false;     // a chunk ends, and its place is free, before the next one is here
     ChainSmem<kStages>& smem;
     int place;  // of the chain among those that share the stages
     u32 stage = 0, parity = 0;
@@ -84,13 +84,19 @@ struct ChainStages {
 struct ChainUnit {
     int n, hv, half;
 };
+// What a chain knows besides the state between two chunks, each lane by itself.
+struct ChainMemory {
+    float bound;  // of the squared length of the lane's share of rows of the state, in units
+    int units;    // exponent of a, R and O in the last chunk
+    bool shifted; // whether that chunk's betas were tiny
+};
 // The chunks of its sequence that it does: all of them. Where it did not begin at the first or end at the last, it would take the state
-// from, or give it to, another chain.
+// from, or give it to, another chain: as it is, so that nothing tells where the cut was.
 struct WholeSequence {
     KDA_DEVICE int begin() const { return 0; }
     KDA_DEVICE int end(const Sequence& seq) const { return seq.num_chunks; }
-    KDA_DEVICE void take(StateTile&, int) const {}
-    KDA_DEVICE void give(const StateTile&, int) const {}
+    KDA_DEVICE void take(StateTile&, ChainMemory&, int) const {}
+    KDA_DEVICE void give(const StateTile&, const ChainMemory&, int) const {}
 };
 
 // Where stage images come from; the image mover asks, for one chunk after another. This one: the workspace that an earlier grid filled.
@@ -198,6 +204,16 @@ KDA_DEVICE void move_columns(const KdaArgs& args, const ChainUnit& unit, const P
     }
 }
 
+// For the compiler: else old values keep their registers where only one of two branches has new ones.
+template <typename T, int kRows, int kColumns>
+KDA_DEVICE void forget(T (&x)[kRows][kColumns]) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) x[i][j] = 0;
+    }
+}
+
 // The warpgroup's part of `unit`, from the initial to the final state.
 template <typename Stages, typename Part>
 KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const Part& part, Stages& stages) {
@@ -210,14 +226,14 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
 
     const i64 head = (static_cast<i64>(unit.hv) * kHeadDim + unit.half * kChainColumns + warp * kVRows) * kHeadDim;
     auto store_final = [&](const StateTile& state) {
-        if (!ends) return part.give(state, warp);
         const i64 slot = state_slot(args, unit.n);
         if (slot >= 0) store_state(state, args.final_state, slot * args.final_slot + head, args.flags & kFinalBf16);
     };
     StateTile state;
+    ChainMemory before{};
     const i64 slot = state_slot(args, unit.n);
     if (begin > 0) {
-        part.take(state, warp);
+        part.take(state, before, warp);
     } else if (args.initial_state && slot >= 0 && (!args.has_initial_state || args.has_initial_state[unit.n])) {
         load_state(state, args.initial_state, slot * args.initial_slot + head, args.flags & kInitialBf16);
     } else {
@@ -240,7 +256,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
     u32 a[8][4];                // S^T in f16, as A fragments
     u32 v[4][2], v_next[4][2];  // V^T of this chunk and of the next: rows gid and gid + 8 of token tile nt
     float x[4][4], o[4][4];
-    int units;                         // exponent of a, R and O
+    int units;                        // exponent of a, R and O
     float decay[16][2], shift_scale;  // of the next chunk; 2^shift, where its betas are tiny, goes into the decay
     int shift;
     float bound;  // this lane's share of the squared length of rows after the chunk whose v was read last, in units
@@ -298,22 +314,36 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         state.exponent -= shift;
     };
 
+    // Before the chunk whose V was read last: whether the state is to be measured.
+    auto judge = [&](float v_max, bool shifted) {
+        const float v_largest = v_max * exp2_int(-units);
+        const bool above = __any_sync(0xffffffffu, !(v_largest <= kPassHigh && bound <= kPassShare));
+        const bool below = !__any_sync(0xffffffffu, v_largest >= kPassLow);
+        bound_next(v_largest);
+        return above || below || shifted;
+    };
+
     auto spot = stages.spot();
     stages.wait(spot);
     load_v(spot.tile);
-    new_units(measure_v());
     load_decay(spot.image);
+    {
+        const float v_max = measure_v();
+        bound = before.bound, units = before.units;
+        if (begin == 0 || judge(v_max, before.shifted)) new_units(v_max);
+    }
     shift_decay();
     snapshot();
 
+    bool shifted = false;  // whether the last chunk's betas were tiny
 #pragma unroll 1
-    for (int c = 0; c < num_chunks; ++c) {
+    for (int c = 0;; ++c) {
         const auto here = spot;
         const u32 base = operand_address(here.image);
         const bool more = c + 1 < num_chunks;
         stages.advance();
         const auto next = stages.spot();
-        const bool landed = stages.landed(next);  // asked here, where it costs no waiting
+        const bool landed = (!Stages::kEndsEarly || more) && stages.landed(next);  // asked here, where it costs no waiting
 
 #pragma unroll
         for (int nt = 0; nt < 4; ++nt) v[nt][0] = v_next[nt][0], v[nt][1] = v_next[nt][1];
@@ -343,13 +373,20 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
             }
         }
         pin(v_units);
-        const bool shifted = shift != 0;
-        if (more) {
-            if (!__all_sync(0xffffffffu, landed)) stages.wait(next);
-            spot = next;
+        shifted = shift != 0;
+        bool in_time = __all_sync(0xffffffffu, landed);
+        if (!Stages::kEndsEarly) {
+            if (more && !in_time) stages.wait(next);
+            in_time = true;
         }
-        load_v(spot.tile);  // after the last chunk: its own again, which nobody uses
-        const float v_max = measure_v();
+        if (more) spot = next;
+        float v_max = 0.0f;
+        if (in_time) {
+            load_v(spot.tile);  // after the last chunk: its own again, which nobody uses
+            v_max = measure_v();
+        } else {
+            forget(v_next);
+        }
 
         wgmma_wait<0>();
         pin(x);
@@ -376,7 +413,10 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         wgmma_commit();
 
         // In their shadow: the next chunk's decays, and whether its units may stay.
-        load_decay(spot.image);
+        if (in_time)
+            load_decay(spot.image);
+        else
+            forget(decay);
         wgmma_wait<1>();
         pin(o);
         {
@@ -389,30 +429,35 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
                                   pack_bf16(o[nt + 1][0] * scale, o[nt + 1][1] * scale),
                                   pack_bf16(o[nt + 1][2] * scale, o[nt + 1][3] * scale));
         }
-        const float v_largest = v_max * to_units;
-        const bool above = __any_sync(0xffffffffu, !(v_largest <= kPassHigh && bound <= kPassShare));
-        const bool below = !__any_sync(0xffffffffu, v_largest >= kPassLow);
-        u32 events = 0;  // all of them rare
-        if (above || below || shifted) events |= kMeasure;
-        bound_next(v_largest);
-        if (c == checkpoint_chunk) events |= kCheckpoint;
-        if (!more) events |= kFinal;
-        shift_decay();
-        asm volatile("" : "+r"(events));
+        bool measure = false;
+        if (in_time) {
+            measure = judge(v_max, shifted);
+            shift_decay();
+        }
+        const bool rare = __any_sync(0xffffffffu, measure || !in_time || !more || c == checkpoint_chunk);  // one branch for all that is
 
         wgmma_wait<0>();
         pin(state.s);
         __syncwarp();
         if (lane == 0) stages.release(here);
-        if (events) {
-            if (events & kCheckpoint)
+        if (rare) {
+            if (c == checkpoint_chunk)
                 store_state(state, args.checkpoint_state, unit.n * args.checkpoint_slot + head, args.flags & kCheckpointBf16);
-            if (events & kFinal) {
-                store_final(state);
-            } else if (events & kMeasure) {
-                new_units(v_max);
+            if (!more) break;
+            if (!in_time) {
+                stages.wait(spot);
+                load_v(spot.tile);
+                v_max = measure_v();
+                load_decay(spot.image);
+                measure = judge(v_max, shifted);
+                shift_decay();
             }
+            if (measure) new_units(v_max);
         }
         snapshot();
     }
+    if (ends)
+        store_final(state);
+    else
+        part.give(state, ChainMemory{bound, units, shifted}, warp);
 }

@@ -13,7 +13,7 @@
 // shares  more units than clusters: all chunk slots of all units in a row, a share of them to each cluster, which works on its units from the
 //         last to the first. A unit that two of them share is begun by the first one, at once, and ended by the second one, at last
 //
-//   own slots, 5      loaded: loader -> pair      ready: pair -> chain, sender      freed: chains of both CTAs -> loader, sender
+//   own slots, 5      landed: loader, copies -> pair      ready: pair -> chain, sender      freed: chains of both CTAs -> loader, sender
 //   peer's images, 2  ready: the peer's copy -> chain                               (freed: that of the slot they were copied from)
 //   tiles, 4          full: mover -> chain        empty: chain -> mover
 //
@@ -28,7 +28,7 @@
 
 // Of [batch row, token, channel of all heads]; boxes of 64 channels x 32 tokens, rows of 128 bytes with the 128-byte swizzle, which is that of tile_offset.
 struct FusedArgs {
-    KdaArgs kda;  // kda.workspace: where there are shares, states on their way [clusters, 128, 128] fp32, then flags [clusters, 2, 4]
+    KdaArgs kda;  // kda.workspace: where there are shares, HandedState [clusters]
     i64 share;    // chunk slots of a cluster; 0: a cluster takes whole units in turn
     u32 call;     // no other call's number; a flag that has it says that the state is there
     u32 reserved[5];
@@ -43,10 +43,10 @@ constexpr int kSlots = 5, kReceived = 2, kTiles = 4;
 // An image, being made or complete, and its barriers.
 struct alignas(1024) Slot {
     u8 image[kStageBytes];
-    u64 ready, freed, loaded;
+    u64 ready, freed, landed;
 };
 static_assert(sizeof(Slot) == kImageBytes, "barriers fit behind an image");
-constexpr int kReady = kStageBytes, kFreed = kReady + 8, kLoaded = kFreed + 8;
+constexpr int kReady = kStageBytes, kFreed = kReady + 8, kLanded = kFreed + 8;
 // V's columns of a chunk, later O's.
 struct TileBarriers {
     u64 full, empty;
@@ -82,6 +82,14 @@ struct TileRound : Round<kTiles, kChainTile> {
     static KDA_DEVICE u32 empty(u32 full) { return full + 8; }
 };
 
+// What a cluster gives to the next one, in global memory; half by half of V's columns.
+struct HandedState {
+    float state[2 * kChainColumns][kHeadDim];  // in the chain's units
+    Quad32 memory[2][kChainThreads];           // ChainMemory, and the state's exponent
+    u32 flag[2][kChainThreads / 32];           // of each warp's part
+};
+static_assert(sizeof(HandedState) == 69664, "keep kda_jit/backends/cuda.py in step");
+
 // Chunks [first, last) of a unit. The state comes from the cluster before, and goes to the one after, where first is not the first one's,
 // and last not the last one's.
 struct Piece {
@@ -91,62 +99,71 @@ struct Piece {
 
     KDA_DEVICE int begin() const { return first; }
     KDA_DEVICE int end(const Sequence&) const { return last; }
-    KDA_DEVICE i64 element(u32 cluster, int warp) const {
-        return (static_cast<i64>(cluster) * 2 * kChainColumns + rank * kChainColumns + warp * kVRows) * kHeadDim;
-    }
-    KDA_DEVICE u32* flag(u32 cluster, int warp) const {
-        u8* flags = args.kda.workspace + static_cast<i64>(gridDim.x >> 1) * 2 * kChainColumns * kHeadDim * sizeof(float);
-        return reinterpret_cast<u32*>(flags) + (cluster * 2 + rank) * 4 + warp;
-    }
-    KDA_DEVICE void take(StateTile& state, int warp) const {
-        const u32 from = (blockIdx.x >> 1) - 1;
-        while (__any_sync(0xffffffffu, load_acquire(flag(from, warp)) != args.call)) {}
-        load_state(state, args.kda.workspace, element(from, warp), false);
+    KDA_DEVICE HandedState& handed(u32 cluster) const { return reinterpret_cast<HandedState*>(args.kda.workspace)[cluster]; }
+    KDA_DEVICE i64 element(int warp) const { return (rank * kChainColumns + warp * kVRows) * kHeadDim; }
+
+    KDA_DEVICE void take(StateTile& state, ChainMemory& memory, int warp) const {
+        HandedState& from = handed((blockIdx.x >> 1) - 1);
+        u32* flag = &from.flag[rank][warp];
+        while (__any_sync(0xffffffffu, load_acquire(flag) != args.call)) {}
+        load_state(state, from.state, element(warp), false);
+        const Quad32 x = load_quad(&from.memory[rank][threadIdx.x % kChainThreads]);
+        memory = {__uint_as_float(x.x), static_cast<int>(x.y), __any_sync(0xffffffffu, x.z) != 0};
+        state.exponent = static_cast<int>(x.w);
         __syncwarp();
-        if ((threadIdx.x & 31) == 0) store_relaxed(flag(from, warp), 0);  // a graph's next replay has the same number
+        if ((threadIdx.x & 31) == 0) store_relaxed(flag, 0);  // a graph's next replay has the same number
     }
-    KDA_DEVICE void give(const StateTile& state, int warp) const {
-        const u32 to = blockIdx.x >> 1;
-        store_state(state, args.kda.workspace, element(to, warp), false);
+    KDA_DEVICE void give(StateTile state, const ChainMemory& memory, int warp) const {
+        HandedState& to = handed(blockIdx.x >> 1);
+        store_global_quad(&to.memory[rank][threadIdx.x % kChainThreads],
+                          Quad32{__float_as_uint(memory.bound), static_cast<u32>(memory.units), static_cast<u32>(memory.shifted), static_cast<u32>(state.exponent)});
+        state.exponent = 0;
+        store_state(state, to.state, element(warp), false);
         __threadfence();
         __syncwarp();
-        if ((threadIdx.x & 31) == 0) store_release(flag(to, warp), args.call);
+        if ((threadIdx.x & 31) == 0) store_release(&to.flag[rank][warp], args.call);
     }
 };
 
 // A cluster's pieces one after another, with the number of their first chunk; by whole warps.
+// A warp's value, which the compiler cannot see to be one.
+KDA_DEVICE int uniform(int x) { return __reduce_or_sync(0xffffffffu, x); }
 template <typename Work>
 KDA_DEVICE void for_each_piece(const FusedArgs& args, const volatile u32& shared, u32 rank, Work work) {
     const KdaArgs& kda = args.kda;
+    const bool shares = shared;
+    const int cluster = blockIdx.x >> 1, clusters = gridDim.x >> 1;
+    // Without shares `at` is a unit, with them the end of the slots that are left.
+    const i64 all = shares ? slot_base(kda, kda.N) * kda.HV : static_cast<i64>(kda.N) * kda.HV;
+    const i64 begin = min(cluster * args.share, all);
+    i64 at = shares ? min(begin + args.share, all) : cluster;
     u32 number = 0;
-    if (!shared) {
-        const int units = kda.N * kda.HV;
 #pragma unroll 1
-        for (int unit = blockIdx.x >> 1; unit < units; unit += gridDim.x >> 1) {
-            const int n = unit / kda.HV, num_chunks = load_sequence(kda, n).num_chunks;
-            work(ChainUnit{n, unit - n * kda.HV, static_cast<int>(rank)}, Piece{args, rank, 0, num_chunks}, number);
-            number += num_chunks;
+    while (__any_sync(0xffffffffu, shares ? at > begin : at < all)) {
+        int n, hv, first = 0, last;
+        if (shares) {
+            n = sequence_of_slot(kda, (at - 1) / kda.HV);
+            const i64 base = slot_base(kda, n) * kda.HV, slots = slot_base(kda, n + 1) - slot_base(kda, n);
+            hv = static_cast<int>((at - 1 - base) / slots);
+            const i64 unit = base + hv * slots;
+            first = static_cast<int>(max(unit, begin) - unit), last = static_cast<int>(at - unit);
+            at = unit + first;
+        } else {
+            n = static_cast<int>(at) / kda.HV, hv = static_cast<int>(at) - n * kda.HV;
+            at += clusters;
         }
-        return;
-    }
-    const i64 all = slot_base(kda, kda.N) * kda.HV, begin = min((blockIdx.x >> 1) * args.share, all);
-#pragma unroll 1
-    for (i64 end = min(begin + args.share, all); end > begin;) {
-        const i64 last = end - 1;
-        const int n = sequence_of_slot(kda, last / kda.HV);
-        const i64 base = slot_base(kda, n) * kda.HV, slots = slot_base(kda, n + 1) - slot_base(kda, n);
-        const int hv = static_cast<int>((last - base) / slots), num_chunks = load_sequence(kda, n).num_chunks;
-        const i64 unit = base + hv * slots, from = max(unit, begin);
-        const int first = static_cast<int>(from - unit), until = min(static_cast<int>(end - unit), num_chunks);
-        end = from;
+        n = uniform(n), hv = uniform(hv), first = uniform(first);
+        const int num_chunks = uniform(load_sequence(kda, n).num_chunks);
+        last = shares ? uniform(min(last, num_chunks)) : num_chunks;
         if (first > 0 && first >= num_chunks) continue;  // slots without a chunk
-        work(ChainUnit{n, hv, static_cast<int>(rank)}, Piece{args, rank, first, until}, number);
-        number += until - first;
+        work(ChainUnit{n, hv, static_cast<int>(rank)}, Piece{args, rank, first, last}, number);
+        number += last - first;
     }
 }
 
 // The chain's view: images from both CTAs in turn, tiles of its own.
 struct FusedStages {
+    static constexpr bool kEndsEarly = true;
     FusedSmem& smem;
     u32 rank;
     bool own;  // whether the next image is
@@ -237,16 +254,16 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
             const ChunkInputs in = inputs_from(first, chunk.start, chunk.valid);
             scalars[0].beta = read_beta(in);
             u8* image = begin();
-            const u32 to = slot.of(smem.own), loaded = to + kLoaded;
+            const u32 to = slot.of(smem.own), landed = to + kLanded;
             const bool whole = chunk.valid == kChunk;
             if (whole && leader) {
-                mbarrier_expect_bytes(loaded, 6 * kHalfTile);
+                mbarrier_expect_bytes(landed, 6 * kHalfTile);
                 const int token = static_cast<int>(seq.first) + chunk.start, row = static_cast<int>(seq.batch);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    tensor_copy(to + kRawK + half * kHalfStride, args.k, kHeadDim * h + 64 * half, token, row, loaded);
-                    tensor_copy(to + kRawQ + half * kHalfStride, args.q, kHeadDim * h + 64 * half, token, row, loaded);
-                    tensor_copy(to + kRawG + half * kHalfStride, args.g, kHeadDim * unit.hv + 64 * half, token, row, loaded);
+                    tensor_copy(to + kRawK + half * kHalfStride, args.k, kHeadDim * h + 64 * half, token, row, landed);
+                    tensor_copy(to + kRawQ + half * kHalfStride, args.q, kHeadDim * h + 64 * half, token, row, landed);
+                    tensor_copy(to + kRawG + half * kHalfStride, args.g, kHeadDim * unit.hv + 64 * half, token, row, landed);
                 }
             }
             __syncwarp();
@@ -261,7 +278,7 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
             write_scalars(image, scalars[0], chunk.valid, 0);
             write_scalars(image, scalars[1], chunk.valid, 1);
             __syncwarp();
-            if (leader) mbarrier_arrive(loaded);
+            if (leader) mbarrier_arrive(landed);
             slot.advance();
         }
     });
@@ -269,7 +286,7 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
         u8* image = begin();
         if (leader) {
             *reinterpret_cast<i32*>(image + kValid) = 0;
-            mbarrier_arrive(slot.of(smem.own) + kLoaded);
+            mbarrier_arrive(slot.of(smem.own) + kLanded);
         }
         __syncwarp();
         slot.advance();
@@ -286,11 +303,14 @@ KDA_DEVICE void prepare_chunks(const KdaArgs& args, FusedSmem& smem, u32 rank, i
     for (;; number += kPairs) {
         const u32 at = slot.of(smem.own);
         u8* image = smem.own[slot.index].image;
-        // Not loaded's phase alone: bytes come in no order, and a parity does not tell this chunk's phase from the one before the slot's last.
+        // Not landed's phase alone: bytes come in no order, and a parity does not tell this chunk's phase from the one before the slot's last.
         mbarrier_wait(at + kFreed, slot.parity ^ 1);
-        mbarrier_wait(at + kLoaded, slot.parity);
+        mbarrier_wait(at + kLanded, slot.parity);
         if (*reinterpret_cast<const i32*>(image + kValid) == 0) return;
-        prepare_chunk(args.lower_bound, image, smem.scratch[pair], half, [] {}, [] {}, [&] { named_barrier(1 + pair, 64); }, [] {});
+        const auto barrier = [&] { named_barrier(1 + pair, 64); };
+        measure_rows(image, half);
+        barrier();
+        prepare_chunk(args.lower_bound, image, smem.scratch[pair], half, barrier, [] {});
         __syncwarp();
         if (leader) mbarrier_arrive(at + kReady);
         if (half == 1) {
@@ -322,7 +342,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             Slot& slot = smem.own[i];
             mbarrier_init(shared_address(&slot.ready), 2);    // the pair's warps
             mbarrier_init(shared_address(&slot.freed), 8);    // the chains' warps
-            mbarrier_init(shared_address(&slot.loaded), 1);   // the loader, and bytes
+            mbarrier_init(shared_address(&slot.landed), 1);   // the loader, and bytes
         }
         for (int i = 0; i < kReceived; ++i) mbarrier_init(shared_address(&smem.received[i].ready), 1);
         for (int i = 0; i < kTiles; ++i) {

@@ -223,7 +223,8 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
     for (; smem.jobs[pair][turn].exists; turn = turn == 2 ? 0 : turn + 1) {
         const Job& job = smem.jobs[pair][turn];
         load_half(args.kda, job.in, job.hv, own.image, half);
-        prepare_chunk(args.kda.lower_bound, own.image, own.scratch, half, WaitOwnKeys{}, WaitOwnGates{}, barrier, decayed);
+        barrier();
+        prepare_chunk(args.kda.lower_bound, own.image, own.scratch, half, barrier, decayed);
         barrier();  // the image is complete
         if (half == 1) {
             store(job, false);
