@@ -415,17 +415,20 @@ def test_a_call_without_tokens_has_no_tensor_maps(machine, monkeypatch):
 
 def test_auto_takes_its_schedule_by_the_sizes_of_the_call(machine, monkeypatch):
     """Two sequences of two heads: eight chains."""
-    seen = []
-    for sm_count in (132, 7):
+    monkeypatch.setattr(cuda, "_write_maps", lambda args, p, kernel: None)
+    for sm_count, T, schedule, kernel in (
+        (132, 4096, "hopper_single", "kda_recurrence_single"),
+        (7, 64, "hopper", "kda_recurrence"),
+        (7, 4096, "fused", "kda_fused"),
+    ):
         monkeypatch.setattr(cuda, "_sm_count", lambda index, n=sm_count: n)
         cuda._choose.cache_clear()
         monkeypatch.setattr(layout, "_layouts", {})
-        machine.run(**call(T=4096))
-        kernels = [kernel.name for kernel, *_ in machine.launches[-2:]]
-        assert last_launch().kernels == tuple(kernels)
-        seen.append((last_launch().schedule, kernels[1]))
-    single = ("hopper_single", "kda_recurrence_single")
-    assert seen == [single, ("hopper", "kda_recurrence")]
+        machine.run(**call(T=T))
+        last = last_launch()
+        launched = tuple(kernel.name for kernel, *_ in machine.launches[-len(last.kernels) :])
+        assert last.kernels == launched
+        assert (last.schedule, last.kernels[-1]) == (schedule, kernel)
     for target in ("sm_80", "sm_100a", "sm_120a"):
         monkeypatch.setenv(settings.ARCH.name, target)
         machine.run(**call(T=4096))

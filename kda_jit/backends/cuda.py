@@ -20,7 +20,7 @@ from kda_jit import settings
 from kda_jit.backends.base import LaunchRecord, Query, device_capability, record_launch
 from kda_jit.backends.cuda_rules import cuda_rejections
 from kda_jit.backends.pipeline import PipelinePlan, plan_pipeline
-from kda_jit.backends.policy import one_chain_an_sm
+from kda_jit.backends.policy import hopper_schedule
 from kda_jit.errors import InputError
 from kda_jit.jit import KernelSpec, arch_for, arch_named, load, tensor_map
 from kda_jit.jit.driver import driver
@@ -141,7 +141,7 @@ def compile_specs(target: str) -> list[KernelSpec]:
     return list(dict.fromkeys(specs))
 
 
-#: HandedState of sm90/kda_fused.cu.
+#: A HandedState of sm90/kda_fused.cu: what a cluster gives to the next one.
 _HANDED_BYTES = 69664
 #: Numbers of calls. As a float of any format each is a NaN that no kernel makes, so that what other
 #: schedules left in the workspace is none.
@@ -291,7 +291,7 @@ def _choose(
 ) -> tuple[Schedule, PipelinePlan | None]:
     """The schedule that the environment asks for by name, else the best one for the sizes."""
     if asked == "auto":
-        asked = _best(target, device_index, N, HV).name
+        asked = _best(target, device_index, tokens, N, HV).name
     if asked not in SCHEDULES:
         raise InputError(
             f"{settings.SCHEDULE.name}: expected auto, {', '.join(SCHEDULES)}, got {asked!r}."
@@ -303,11 +303,10 @@ def _choose(
     return (schedule, plan) if plan is not None else (HOPPER, None)
 
 
-def _best(target: str, device_index: int, N: int, HV: int) -> Schedule:
+def _best(target: str, device_index: int, tokens: int, N: int, HV: int) -> Schedule:
     if arch_named(target).cc[0] not in HOPPER.capabilities:
         return PORTABLE
-    single = one_chain_an_sm(N, HV, _sm_count(device_index))
-    return HOPPER_SINGLE if single else HOPPER
+    return SCHEDULES[hopper_schedule(N, tokens, HV, _sm_count(device_index))]
 
 
 @lru_cache(maxsize=64)

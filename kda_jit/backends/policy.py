@@ -1,20 +1,34 @@
 """Which schedule for Hopper `auto` takes: a pure function of sizes.
 
-`hopper` runs a head on an SM, both halves of V on the same stage images; `hopper_single` one half,
-faster, on twice as many. The threshold lies between cases of
-benchmarks/results/h200-2026-11-30-schedules.json, which are named beside it.
+- `fused` never writes stage images to memory, and shares chunks out evenly, but a chunk takes its
+  chain longer: for many heads.
+- `hopper_single` has the fastest chain, half of a head's columns on an SM: for few heads.
+- `hopper` runs both halves on the same images: for many short sequences.
 
-`pipeline` is not taken: it is faster at most where one long sequence has few heads (1x16384_h16, a
-tenth by times of different runs), and waits until every SM is free (docs/notes/hopper.md).
+Thresholds lie between cases of benchmarks/results/h200-2026-11-30-fused.json and
+benchmarks/results/development/2026-11-30-which-schedule.txt. `pipeline` is not taken
+(docs/notes/hopper.md).
 """
 
 from __future__ import annotations
 
+_CHUNK = 32  # tokens
 
-def one_chain_an_sm(N: int, HV: int, sm_count: int) -> bool:
-    """Whether `hopper_single` is taken, not `hopper`."""
-    chains = 2 * N * HV  # recurrences of half of V's columns of one (sequence, value head)
+
+def hopper_schedule(N: int, tokens: int, HV: int, sm_count: int) -> str:
+    """A name in `kda_jit.backends.cuda.SCHEDULES`, for N sequences of `tokens` tokens in all.
+
+    Lengths are on the device, so it takes them to be equal: where one of a few sequences is much
+    longer than the others, `fused` may be a tenth slower than `hopper_single` (mixed_8192_h12).
+    """
+    heads, clusters = N * HV, sm_count // 2  # heads of sequences; pairs of SMs
+    chunks = tokens * HV // _CHUNK
+    # `fused` takes as long for three quarters of the heads as for a head a cluster. It needs a few
+    # chunks a head, to fill its stages, and a few a cluster.
+    if 4 * heads >= 3 * clusters and tokens >= 256 * N and chunks >= 16 * clusters:
+        return "fused"
+    chains = 2 * heads  # recurrences of half of V's columns
     # The chains of one sequence are equally long, and one too many costs a second round. Sequences
-    # of unequal lengths make up for a few: 144 chains do well (mixed_8192_h12), 192 of equal
-    # lengths do not (8x1024_h12).
-    return chains <= (sm_count if N == 1 else sm_count * 9 // 8)
+    # of unequal lengths make up for a few.
+    single = chains <= (sm_count if N == 1 else sm_count * 9 // 8)
+    return "hopper_single" if single else "hopper"

@@ -6,6 +6,7 @@ holds the two sides against each other.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from kda_jit.backends.cuda import SCHEDULES, Schedule, compile_specs
 from kda_jit.contract import make_problem
 from kda_jit.contract.checks import CHECKPOINT_GRANULE
 from kda_jit.errors import CompileError
-from kda_jit.jit import cache, compiler
+from kda_jit.jit import cache, compiler, sources
 from kda_jit.jit.arch import PTX_TARGETS, TARGETS, arch_named
 from kda_jit.jit.compiler import Compiled, compile_source, compile_spec
 from kda_jit.testing import Case
@@ -116,6 +117,26 @@ def test_every_kernel_of_a_schedule_is_there_and_nobody_warns(build: Build) -> N
 def test_nothing_spills_and_nothing_lives_in_local_memory(build: Build) -> None:
     for entry, taken in build.compile().resources.items():
         assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0), (entry, taken)
+
+
+@each_binary
+def test_warps_ask_for_no_more_registers_than_their_launch_has(build: Build) -> None:
+    """setmaxnreg.inc waits for registers that others give back: for ever, if there are too few."""
+    text = (sources.root() / build.schedule.file).read_text()
+    raised, lowered = (re.findall(rf"{x}_registers<(\d+)>", text) for x in ("raise", "lower"))
+    if not raised:
+        return
+    (sum_of,) = re.findall(
+        r"// ((?:\d+ x )+\d+ \+ (?:\d+ x )+\d+) registers, of (\d+) x (\d+)", text
+    )
+    more, less = ([int(x) for x in part.split(" x ")] for part in sum_of[0].split(" + "))
+    assert [str(more[-1])] == raised and [str(less[-1])] == lowered
+    threads, registers = int(sum_of[1]), int(sum_of[2])
+    assert math.prod(more) + math.prod(less) <= threads * registers
+    assert math.prod(more[:-1]) + math.prod(less[:-1]) == threads
+    for launch in build.schedule.launches:
+        if launch.block == threads:
+            assert build.compile().resources[launch.entry].registers == registers
 
 
 @each_binary
@@ -333,7 +354,7 @@ def test_tensor_maps_lie_where_the_fused_kernel_looks_for_them() -> None:
         f"sizeof(FusedArgs) == {cuda.FUSED_ARGS_BYTES}",
         f"__INTADDR__(&((FusedArgs*)0)->share) == {cuda.ARGS_BYTES}",
         f"__INTADDR__(&((FusedArgs*)0)->call) == {cuda.ARGS_BYTES + 8}",
-        f"(2 * kChainColumns * kHeadDim + 2 * 4) * 4 == {cuda._HANDED_BYTES}",
+        f"sizeof(HandedState) == {cuda._HANDED_BYTES}",
     ]
     for i, name in enumerate("qkgv"):
         at = cuda._MAPS_AT + i * cuda.tensor_map.NBYTES

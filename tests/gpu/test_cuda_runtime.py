@@ -20,7 +20,7 @@ import kda_jit
 from kda_jit import jit
 from kda_jit.backends.cuda import SCHEDULES
 from kda_jit.backends.pipeline import plan_pipeline
-from kda_jit.backends.policy import one_chain_an_sm
+from kda_jit.backends.policy import hopper_schedule
 from kda_jit.testing import Case, Inputs
 from kda_jit.workspace import stage_slots, workspace_specs
 
@@ -513,9 +513,9 @@ def test_auto_follows_the_policy_and_changes_no_bit(
     x = Case(seed=142, lengths=lengths, heads=8).tensors("cuda")
     sm_count = torch.cuda.get_device_properties(x.q.device).multi_processor_count
     sizes = len(lengths), 8, sm_count
-    best = "hopper_single" if one_chain_an_sm(*sizes) else "hopper"
+    best = hopper_schedule(len(lengths), sum(lengths), 8, sm_count)
     found = {}
-    for name in ("auto", "hopper", "hopper_single", "pipeline"):
+    for name in ("auto", "hopper", "hopper_single", "pipeline", "fused"):
         monkeypatch.setenv("KDA_JIT_SCHEDULE", name)
         found[name] = kda_jit.prefill(*x.args, **x.kwargs, backend="cuda")
         launch = kda_jit.last_launch()
@@ -524,7 +524,7 @@ def test_auto_follows_the_policy_and_changes_no_bit(
         if name == "pipeline" and plan_pipeline(sum(lengths), *sizes) is None:
             expected = "hopper"
         assert launch.schedule == expected
-    for name in ("hopper", "hopper_single", "pipeline"):
+    for name in ("hopper", "hopper_single", "pipeline", "fused"):
         assert all(map(same, found["auto"], found[name])), name
 
 
