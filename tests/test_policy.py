@@ -10,7 +10,7 @@ from kda_jit.backends.policy import hopper_schedule
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 RUN = json.loads((RESULTS / "h200-2026-11-30-fused.json").read_text())
 SMS = RUN["device"]["sms"]
-NAMES = ("fused", "hopper", "hopper_single")
+NAMES = ("fused", "hopper", "hopper_single", "pipeline")
 #: How much slower what is taken may be, where sizes do not tell.
 UNTOLD = {"mixed_8192_h12": 1.2}  # six sequences, one of them more than twice as long as the mean
 
@@ -26,6 +26,9 @@ def test_what_is_taken_is_within_5_percent_of_the_fastest(row):
 @pytest.mark.parametrize(
     "N, tokens, HV, sm_count, schedule",
     [
+        (1, 12_288, 33, 132, "pipeline"),
+        (1, 12_288, 34, 132, "hopper_single"),
+        (1, 12_287, 33, 132, "hopper_single"),
         (1, 8192, 49, 132, "hopper_single"),
         (1, 8192, 50, 132, "fused"),
         (50, 50 * 255, 1, 132, "hopper_single"),

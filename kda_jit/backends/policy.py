@@ -3,11 +3,12 @@
 - `fused` never writes stage images to memory, and shares chunks out evenly, but a chunk takes its
   chain longer: for many heads.
 - `hopper_single` has the fastest chain, half of a head's columns on an SM: for few heads.
+- `pipeline` is that chain, while other SMs prepare: for few heads that are long, since it waits
+  until every SM is free.
 - `hopper` runs both halves on the same images: for many short sequences.
 
 Thresholds lie between cases of benchmarks/results/h200-2026-11-30-fused.json and
-benchmarks/results/development/2026-11-30-which-schedule.txt. `pipeline` is not taken
-(docs/notes/hopper.md).
+benchmarks/results/development/2026-11-30-which-schedule.txt.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def hopper_schedule(N: int, tokens: int, HV: int, sm_count: int) -> str:
     # chunks a head, to fill its stages, and a few a cluster.
     if 4 * heads >= 3 * clusters and tokens >= 256 * N and chunks >= 16 * clusters:
         return "fused"
+    if 4 * heads <= sm_count and tokens >= 12_288 * N:
+        return "pipeline"
     chains = 2 * heads  # recurrences of half of V's columns
     # The chains of one sequence are equally long, and one too many costs a second round. Sequences
     # of unequal lengths make up for a few.

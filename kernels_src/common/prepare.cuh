@@ -70,13 +70,6 @@ KDA_DEVICE u32 lane_tile(int half, int lane) {
     return tile_offset((lane & 7) + 8 * ((lane >> 3) & 1), 8 * half + (lane >> 4));
 }
 
-// The same four tiles in the order of the B fragments of tokens 0 .. 7 and 8 .. 15.
-KDA_DEVICE u32 lane_tile_pairs(int half, int lane) {
-    return tile_offset((lane & 7) + 8 * (lane >> 4), 8 * half + ((lane >> 3) & 1));
-}
-// Tokens 0 .. 7 twice, then 8 .. 15 twice, by channels 0 .. 7; channels 8 .. 15 are at ^ 16.
-KDA_DEVICE u32 lane_tile_twice(int half, int lane) { return tile_offset((lane & 7) + 8 * (lane >> 4), 8 * half); }
-
 // Squares of values beyond 2^60 overflow fp32; such rows are measured scaled down.
 constexpr float kDown = 0x1p-70f;
 
@@ -101,24 +94,20 @@ KDA_DEVICE float scaled_row_squares(const u8* tile, int row, int half) {
 // Leaves the sums of squares of the rows of k and q, 64 channels, at kSquares. They are the diagonals of the rows' Gram
 // matrices: exact products, fp32 sums, and no unpacking.
 KDA_DEVICE void measure_rows(u8* image, int half) {
-    int lane = threadIdx.x & 31;
-    const u32 rows = shared_address(image) + lane_tile(half, lane), columns = shared_address(image) + lane_tile_pairs(half, lane);
+    const int lane = threadIdx.x & 31, gid = lane >> 2, tid = lane & 3;
+    const u32 rows = shared_address(image) + lane_tile(half, lane);
     float gram[2][2][2][4] = {};  // [k, q][block][tokens gid, gid + 8]
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int tensor = i / 2, block = i % 2;
-            const int at = (tensor ? kRawQ : kRawK) + block * kBlock * kRowBytes;
-            u32 a[4], b[4];
-            ldmatrix_x4(a, (rows ^ (m << 5)) + at);
-            ldmatrix_x4(b, (columns ^ (m << 5)) + at);  // the same once more: to bring a's registers into pairs costs more
-            mma_bf16(gram[tensor][block][0], a, b[0], b[1]);
-            mma_bf16(gram[tensor][block][1], a, b[2], b[3]);
+            u32 a[4];
+            ldmatrix_x4(a, (rows ^ (m << 5)) + (tensor ? kRawQ : kRawK) + block * kBlock * kRowBytes);
+            mma_bf16(gram[tensor][block][0], a, a[0], a[2]);
+            mma_bf16(gram[tensor][block][1], a, a[1], a[3]);
         }
     }
-    lane = opaque(threadIdx.x) & 31;  // as in prepare_chunk
-    const int gid = lane >> 2, tid = lane & 3;
     const bool holds_diagonal = tid == gid >> 1;
     bool overflows = false;
 #pragma unroll
@@ -149,24 +138,19 @@ KDA_DEVICE float inverse_norm(u8* image, int tensor, int row, float scale) {
     return rsqrt_approx(scaled) * kDown * scale;
 }
 
-// The A fragment that adds up the gates of a block's tokens: 1 / kGateScale on and below the diagonal.
-KDA_DEVICE void cumulate_fragment(u32 (&a)[4]) {
+// The A fragment that adds up the gates of a block's tokens: 1 / kGateScale on and below the diagonal, 0 past the last token.
+KDA_DEVICE void cumulate_fragment(u32 (&a)[4], int valid) {
     const int gid = (threadIdx.x & 31) >> 2, tid = threadIdx.x & 3;
     constexpr u32 one = 0x0c00;  // 2^-12 in f16
     static_assert(kGateScale == 0x1p12f, "its inverse is spelt out here");
-    a[0] = a[3] = (2 * tid <= gid ? one : 0u) | (2 * tid + 1 <= gid ? one << 16 : 0u);
-    a[1] = one | one << 16;
+    const auto pair = [&](bool below, int token) {  // of tokens `token`, token + 1, which a lane has on or below its diagonal
+        const bool lo = token < valid && (below || 2 * tid <= gid), hi = token + 1 < valid && (below || 2 * tid + 1 <= gid);
+        return (lo ? one : 0u) | (hi ? one << 16 : 0u);
+    };
+    a[0] = pair(false, 2 * tid);
+    a[1] = pair(true, 2 * tid);
     a[2] = 0;
-}
-
-// The A fragment that scales rows: times eight tokens' values twice (B), it gives those of token gid, scaled by x, and in rows gid + 8
-// those of token gid scaled by y. x and y are the sums of two bf16, to 2^-17 of themselves: a product and no unpacking.
-KDA_DEVICE Quad32 scale_fragment(float x, float y) {
-    const int gid = (threadIdx.x & 31) >> 2, tid = threadIdx.x & 3;
-    const auto place = [&](u32 bf16) { return tid == gid >> 1 ? bf16 << 16 * (gid & 1) : 0u; };
-    const auto rest = [](float z) { return z - bf16_hi(__float_as_uint(z)); };
-    return {place(__float_as_uint(x) >> 16), place(__float_as_uint(y) >> 16), place(pack_bf16(rest(x), 0.0f)),
-            place(pack_bf16(rest(y), 0.0f))};
+    a[3] = pair(false, 8 + 2 * tid);
 }
 
 // Where a chunk's raw inputs begin (its first token, its head), and their token strides in bytes.
@@ -239,16 +223,6 @@ KDA_DEVICE void fetch_gates(u8* image, const ChunkInputs& in, Quarter part) {
     fetch_rows(image + kRawG, in.g, in.g_step, in.valid, part);
 }
 
-// Past the last token a raw gate is -inf, which decays nothing; by a warp that can see 64 channels of raw gates.
-KDA_DEVICE void close_gates(u8* image, i32 valid, int half) {
-    if (valid == kChunk) return;
-    __syncwarp();  // zeros that other lanes copied are there
-    const int lane = opaque(threadIdx.x) & 31;
-#pragma unroll 1
-    for (int row = valid; row < kChunk; ++row)
-        *reinterpret_cast<u32*>(image + kRawG + tile_offset(row, 8 * half + (lane >> 2)) + 4 * (lane & 3)) = 0xff80ff80u;
-}
-
 // What is single for a channel, a token or a chunk, as it comes; by one warp, for 64 channels.
 struct ChunkScalars {
     u16 beta;  // of token `lane`
@@ -270,10 +244,10 @@ KDA_DEVICE ChunkScalars read_scalars(const KdaArgs& args, const ChunkInputs& in,
 // Writes them to `image`: 64 channels' bias, and from `half` 0 what belongs to tokens and to the chunk.
 KDA_DEVICE void write_scalars(u8* image, const ChunkScalars& x, i32 valid, int half) {
     const int lane = opaque(threadIdx.x) & 31;
-    const float rate = exp2_approx(kLog2E * x.A_log), slope = -kLog2E * (rate > 0x1p100f ? 0x1p100f : rate < 0x1p-100f ? 0x1p-100f : rate);  // inf times a bias of 0 is NaN, 0 times a closed gate
+    const float rate = exp2_approx(kLog2E * x.A_log), slope = -kLog2E * (rate > 0x1p100f ? 0x1p100f : rate);  // inf times a bias of 0 is NaN
     *reinterpret_cast<Float2*>(image + kBias + 4 * (64 * half + 2 * lane)) = Float2{x.bias.x * slope, x.bias.y * slope};
     if (half != 0) return;
-    // Masked tokens neither decay (close_gates) nor, with k = q = beta = 0, write.
+    // Masked tokens neither decay nor, with k = q = beta = 0, write.
     *reinterpret_cast<float*>(image + kBeta + 4 * lane) = lane < valid ? sigmoid(bf16_to_float(x.beta)) : 0.0f;
     if (lane == 0) {
         *reinterpret_cast<float*>(image + kSlope) = slope;
@@ -295,7 +269,6 @@ KDA_DEVICE void load_half(const KdaArgs& args, const ChunkInputs& in, int hv, u8
     measure_rows(image, half);
     write_scalars(image, scalars, in.valid, half);  // not before: they are the last to come
     cp_async_wait<0>();
-    close_gates(image, in.valid, half);
 }
 
 // What was loaded to a stage image and measured, by warps `half` 0 and 1 (uniform, for the compiler too).
@@ -307,22 +280,24 @@ KDA_DEVICE void load_half(const KdaArgs& args, const ChunkInputs& in, int hv, u8
 template <typename Barrier, typename Decayed>
 KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch& scratch, int half, Barrier barrier, Decayed decayed) {
     // Opaque: else a caller's loop keeps all that follows from it in registers.
-    int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
+    const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
 
-    // Scales of k's and q's rows, [block][k, q]. In shared memory, since registers are short: where this warp's sums go later.
-    Quad32 (&scales)[6][32] = reinterpret_cast<Quad32 (&)[6][32]>(scratch.partial[1 - half]);
+    float k_norm[2][2], q_norm[2][2];  // [block][tokens gid, gid + 8]
     {
         const float less = lane < kBlock ? 1.0f : 1.0f / kBlock0Scale;
         const float k = inverse_norm(image_bytes, 0, lane, less * kKeyScale), q = inverse_norm(image_bytes, 1, lane, less * kQueryScale);
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
-            const int token = kBlock * b + gid;
-            scales[2 * b][lane] = scale_fragment(__shfl_sync(0xffffffffu, k, token), __shfl_sync(0xffffffffu, k, token + 8));
-            scales[2 * b + 1][lane] = scale_fragment(__shfl_sync(0xffffffffu, q, token), __shfl_sync(0xffffffffu, q, token + 8));
+        for (int i = 0; i < 4; ++i) {
+            k_norm[i / 2][i % 2] = __shfl_sync(0xffffffffu, k, 8 * i + gid);
+            q_norm[i / 2][i % 2] = __shfl_sync(0xffffffffu, q, 8 * i + gid);
         }
     }
-    u32 cumulate[4];
-    cumulate_fragment(cumulate);
+    u32 cumulate[2][4];
+    {
+        const int valid = *reinterpret_cast<const i32*>(image_bytes + kValid);
+        cumulate_fragment(cumulate[0], valid);
+        cumulate_fragment(cumulate[1], valid - kBlock);
+    }
     const float slope = *reinterpret_cast<const float*>(image_bytes + kSlope);
     // bound sigmoid(x) kGateScale = 1 / (c + c exp(-x)), exp in base 2 like all others.
     const float gate_c = reciprocal_approx(fminf(lower_bound * kLog2E * kGateScale, -0x1p-120f));
@@ -330,24 +305,21 @@ KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch
 
     // gate_cumsum, intra: the warp's share of all scores, as C tiles of columns 0..7 and 8..15, times the scales; and the
     // chunk-level operands.
-    lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;  // afresh, here and below: registers are short
     float A[2][2][4] = {}, M[2][2][4] = {}, A_10[2][4] = {}, M_10[2][4] = {};
 #pragma unroll 1  // unrolled, it leaves the instruction cache
     for (int m = 0; m < 4; ++m) {
         const u32 group = image + (lane_tile(half, lane) ^ (m << 5));
-        u32 k_f16[2][4], q_f16[2][4], k_end[2][4], k_first[4];  // A fragments; k exp(G_end - G); block 0's exp(G_last - G)
-        float chunk_end[2][2];                                  // exp(G_last)
+        u32 k_raw[2][4], q_raw[2][4];                          // A fragments
+        u32 k_f16[2][4], q_f16[2][4], k_end[2][4], k_first[4];  // the same; k exp(G_end - G); block 0's exp(G_last - G)
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+            ldmatrix_x4(k_raw[b], group + kRawK + b * kBlock * kRowBytes);
+            ldmatrix_x4(q_raw[b], group + kRawQ + b * kBlock * kRowBytes);
+        }
         u32 k_late[4], q_late[4];  // block 1's, decayed over block 0
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
             const int channel = 64 * half + 16 * m + 8 * t;
-            u32 k_raw[2][4], q_raw[2][4];  // B fragments: tokens 0 .. 7 of a block twice, then 8 .. 15
-#pragma unroll
-            for (int b = 0; b < 2; ++b) {
-                const u32 raw = image + (lane_tile_twice(half, lane) ^ (m << 5) ^ (t << 4)) + b * kBlock * kRowBytes;
-                ldmatrix_x4_trans(k_raw[b], raw + kRawK);
-                ldmatrix_x4_trans(q_raw[b], raw + kRawQ);
-            }
             u32 g_raw[4];  // tokens 8 i + 2 tid, + 1 of channel gid
             ldmatrix_x4_trans(g_raw, image + kRawG + tile_offset(lane, 8 * half + 2 * m + t));
             const float bias = *reinterpret_cast<const float*>(image_bytes + kBias + 4 * (channel + gid));
@@ -361,29 +333,24 @@ KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch
 #pragma unroll
             for (int b = 0; b < 2; ++b) {
                 float G[4] = {};
-                mma_f16(G, cumulate, gates[2 * b], gates[2 * b + 1]);
+                mma_f16(G, cumulate[b], gates[2 * b], gates[2 * b + 1]);
                 float decay[4], growth[4];
 #pragma unroll
                 for (int e = 0; e < 4; ++e) decay[e] = exp2_approx(G[e]), growth[e] = exp2_approx(-G[e]);
                 end[b][0] = __shfl_sync(0xffffffffu, decay[2], 28 + tid);
                 end[b][1] = __shfl_sync(0xffffffffu, decay[3], 28 + tid);
                 const float to_end[2] = {b ? end[b][0] : end[b][0] / kBlock0Scale, b ? end[b][1] : end[b][1] / kBlock0Scale};
-                const Quad32 ks = scales[2 * b][lane], qs = scales[2 * b + 1][lane];
-                const u32 k_scale[4] = {ks.x, ks.y, ks.z, ks.w}, q_scale[4] = {qs.x, qs.y, qs.z, qs.w};
-                float k[2][4] = {}, q[2][4] = {};  // in [r], rows gid + 8 r are of token gid + 8 r
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    mma_bf16(k[r], k_scale, k_raw[b][2 * r], k_raw[b][2 * r + 1]);
-                    mma_bf16(q[r], q_scale, q_raw[b][2 * r], q_raw[b][2 * r + 1]);
-                }
                 float kd[4], kg[4], qd[4];
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
+                    const u32 k_pair = k_raw[b][2 * t + r], q_pair = q_raw[b][2 * t + r];
+                    const float k[2] = {bf16_lo(k_pair) * k_norm[b][r], bf16_hi(k_pair) * k_norm[b][r]};
+                    const float q[2] = {bf16_lo(q_pair) * q_norm[b][r], bf16_hi(q_pair) * q_norm[b][r]};
 #pragma unroll
-                    for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                        kd[e] = k[r][e] * decay[e];
-                        qd[e] = q[r][e] * decay[e];
-                        kg[e] = k[r][e] * growth[e];
+                    for (int e = 0; e < 2; ++e) {
+                        kd[2 * r + e] = k[e] * decay[2 * r + e];
+                        qd[2 * r + e] = q[e] * decay[2 * r + e];
+                        kg[2 * r + e] = k[e] * growth[2 * r + e];
                     }
                     k_f16[b][2 * t + r] = pack_f16(kd[2 * r], kd[2 * r + 1]);
                     q_f16[b][2 * t + r] = pack_f16(qd[2 * r], qd[2 * r + 1]);
@@ -404,11 +371,9 @@ KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch
                 q_late[2 * t + r] = mul_f16x2(q_f16[1][2 * t + r], over_first);
                 k_first[2 * t + r] = mul_f16x2(k_end[0][2 * t + r], over_second);
             }
-            chunk_end[t][0] = end[0][0] * end[1][0], chunk_end[t][1] = end[0][1] * end[1][1];
+            if (gid == 0)
+                *reinterpret_cast<Float2*>(image_bytes + decay_offset(channel / 8, tid)) = Float2{end[0][0] * end[1][0], end[0][1] * end[1][1]};
         }
-        if (gid == 0)
-            *reinterpret_cast<Float4*>(image_bytes + decay_offset(8 * half + 2 * m, tid)) =
-                Float4{chunk_end[0][0], chunk_end[0][1], chunk_end[1][0], chunk_end[1][1]};
         // Block 1 with block 0's keys, which as B fragments are what they are as A fragments.
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -452,7 +417,6 @@ KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch
     async_proxy_fence();
     barrier();  // the other warp's sums are here
 
-    lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
     // Row of T (or of a tile) whose address this lane gives to ldmatrix.x4: tiles (0, 0), (8, 0), (0, 8), (8, 8).
     const int tile_row = (lane & 7) + 8 * ((lane >> 3) & 1), tile_column = 8 * (lane >> 4);
     u32 m_own[2][4], m_10[4];  // f16 A fragments; warp 1's
@@ -539,7 +503,6 @@ KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch
         decayed();
     }
     barrier();  // T is in place
-    lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
 
     // wy, this warp's channels. T^T is upper triangular: block 0 of A_k takes keys of both blocks, block 1 only its own.
     {

@@ -274,8 +274,6 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
                     fetch_gates(image, in, Quarter{part & 1, part >> 1});
                 }
                 cp_async_wait_all();
-                close_gates(image, chunk.valid, 0);
-                close_gates(image, chunk.valid, 1);
             }
             write_scalars(image, scalars[0], chunk.valid, 0);
             write_scalars(image, scalars[1], chunk.valid, 1);
@@ -362,12 +360,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     in_order = __syncthreads_and(in_order);
     if (threadIdx.x == 0) smem.shared = in_order && args.share != 0;
     cluster_sync();
-    if (warp < 4) {  // 128 x 184 + 256 x 160 registers, of 384 x 168
-        raise_registers<184>();
+    if (warp < 4) {  // 128 x 200 + 256 x 152 registers, of 384 x 168
+        raise_registers<200>();
         FusedStages stages(smem, rank);
         for_each_piece(args, smem.shared, rank, [&](const ChainUnit& unit, const Piece& piece, u32) { compute_chain(args.kda, unit, piece, stages); });
     } else {
-        lower_registers<160>();
+        lower_registers<152>();
         if (warp < 4 + 2 * kPairs) {
             prepare_chunks(args.kda, smem, rank, (warp - 4) / 2, warp % 2);
         } else if (warp == 4 + 2 * kPairs) {

@@ -833,6 +833,7 @@ def test_wrong_indices_on_the_device_stay_inside_the_buffers(way: Any) -> None:
     """Lengths and slots that only the device sees: results are anything, but not elsewhere."""
     few = Case(seed=83, lengths=(40, 30, 20, 10), heads=2).tensors(way.device)
     many = Case(seed=83, lengths=(400, 300, 200, 100), heads=8).tensors(way.device)
+    wide = Case(seed=83, lengths=(40, 30, 20, 10), heads=64).tensors(way.device)
     for x, ends in (
         (few, (0, 50, 20, 90, 100)),
         (few, (0, 2**31 - 1, -5, 10**6, 100)),
@@ -841,6 +842,9 @@ def test_wrong_indices_on_the_device_stay_inside_the_buffers(way: Any) -> None:
         (many, (0, 1000, 100, 500, 1000)),
         (many, (0, 600, 200, 1000, 1000)),
         (many, (900, 100, 100, 2000, 1)),
+        (wide, (0, 50, 20, 90, 100)),
+        (wide, (40, 50, 60, 90, 100)),
+        (wide, (0, 10, 50, 2000, 3000)),
     ):
         memory = torch.full((3, *x.v.shape[1:]), 7.0, dtype=x.v.dtype, device=way.device)
         states = torch.full((6, x.v.shape[2], 128, 128), 7.0, device=way.device)
