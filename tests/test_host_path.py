@@ -17,6 +17,7 @@ from kda_jit.backends.base import last_launch
 from kda_jit.contract import layout, make_problem
 from kda_jit.errors import DeviceError, GradError, InputError, InputTypeError
 from kda_jit.jit import module
+from kda_jit.jit.launch import TogetherError
 from kda_jit.workspace import Workspace
 
 H, D, SLOTS = 2, 128, 5
@@ -360,6 +361,28 @@ def test_the_ctas_of_a_pipeline_and_of_nothing_else_start_together(machine, monk
         assert [kernel.cooperative for kernel in kernels] == [False, together]
 
 
+def test_auto_does_without_a_pipeline_where_its_ctas_cannot_start_together(machine, monkeypatch):
+    """MPS may keep SMs from a process."""
+    refusals = []
+    launch = FakeKernel.launch
+
+    def refuse(self, *args, cooperative=False, **kwargs):
+        if cooperative:
+            refusals.append(self)
+            raise TogetherError("too large")
+        launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(FakeKernel, "launch", refuse)
+    for _ in range(2):
+        machine.run(**call(T=32768))
+        assert last_launch().schedule == "hopper_single"
+        assert [k.name for k, *_ in machine.launches[-2:]] == list(last_launch().kernels)
+    assert len(refusals) == 1, "it is remembered"
+    monkeypatch.setenv(settings.SCHEDULE.name, "pipeline")
+    with pytest.raises(TogetherError):
+        machine.run(**call(T=32768))
+
+
 def test_one_fused_kernel_is_all_there_is(machine, monkeypatch):
     monkeypatch.setenv(settings.SCHEDULE.name, "fused")
     monkeypatch.setattr(cuda, "_write_maps", lambda args, p, kernel: None)
@@ -411,6 +434,20 @@ def test_a_call_without_tokens_has_no_tensor_maps(machine, monkeypatch):
     flags = torch.tensor([True, False])
     machine.run(**pool_call(T=0, has_initial_state=flags))
     assert last_launch().kernels == ("kda_fused",)
+
+
+@pytest.mark.parametrize("name", "qkvg")
+def test_a_row_expanded_to_a_batch_goes_without_tensor_maps(machine, monkeypatch, name):
+    """Its stride is 0, which TMA does not take."""
+    monkeypatch.setenv(settings.SCHEDULE.name, "fused")
+    monkeypatch.setattr(cuda, "_write_maps", lambda args, p, kernel: None)
+    batch = call(T=64) | {"cu_seqlens": None}
+    for key in ("q", "k", "v", "g", "beta", "out"):
+        batch[key] = torch.cat([batch[key]] * 2)
+    machine.run(**batch)
+    assert last_launch().schedule == "fused"
+    machine.run(**(batch | {name: batch[name][:1].expand_as(batch[name])}))
+    assert last_launch().schedule == "hopper"
 
 
 def test_auto_takes_its_schedule_by_the_sizes_of_the_call(machine, monkeypatch):

@@ -24,7 +24,7 @@ from kda_jit.backends.policy import hopper_schedule
 from kda_jit.errors import InputError
 from kda_jit.jit import KernelSpec, arch_for, arch_named, load, tensor_map
 from kda_jit.jit.driver import driver
-from kda_jit.jit.launch import Kernel
+from kda_jit.jit.launch import Kernel, TogetherError
 from kda_jit.jit.module import generation
 from kda_jit.workspace import STAGE_BYTES, Workspace, default_workspace, stage_slots
 
@@ -199,11 +199,19 @@ class CudaBackend:
             )
             _PIPELINE_ARGS.pack_into(args, ARGS_BYTES, flags, *plan.pipeline, 0)
         _pack(args, p, images)
-        for kernel, grid, launch, overlaps, together in plan.launches:
-            kernel.launch(
-                grid, launch.block, launch.smem, stream, args, pdl=overlaps, cooperative=together
-            )
-        record_launch(plan.record)
+        try:
+            for kernel, grid, launch, overlaps, together in plan.launches:
+                kernel.launch(
+                    grid, launch.block, launch.smem, stream, args, pdl=overlaps,
+                    cooperative=together,
+                )  # fmt: skip
+        except TogetherError:
+            if asked[2] != "auto":
+                raise
+            p.layout.memo[asked] = _plan(p, HOPPER_SINGLE.name)
+            self.run(problem, workspace)
+        else:
+            record_launch(plan.record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +234,15 @@ class _Plan:
     record: LaunchRecord
 
 
-def _plan(p: KdaProblem) -> _Plan:
+def _plan(p: KdaProblem, asked: str | None = None) -> _Plan:
+    """For the schedule `asked`, else for the one of the environment."""
     # Asked first: a reload meanwhile makes the plan outdated, not the kernels in it look new.
     current = generation()
     index = p.q.get_device()
     target = _target(settings.arch(), index)
     checkpoints = p.checkpoint_state is not None
     schedule, pipeline = _choose(
-        settings.schedule(), target, index, p.B * p.T, p.N, p.HV, checkpoints
+        asked or settings.schedule(), target, index, p.B * p.T, p.N, p.HV, _has_maps(p)
     )
     kernels = _kernels(schedule, target, index)
     share = 0
@@ -287,9 +296,13 @@ def _spec(schedule: Schedule, target: str) -> KernelSpec:
 
 @lru_cache(maxsize=4096)
 def _choose(
-    asked: str, target: str, device_index: int, tokens: int, N: int, HV: int, checkpoints: bool
+    asked: str, target: str, device_index: int, tokens: int, N: int, HV: int, maps: bool
 ) -> tuple[Schedule, PipelinePlan | None]:
-    """The schedule that the environment asks for by name, else the best one for the sizes."""
+    """The schedule that the environment asks for by name, else the best one for the sizes.
+
+    What a schedule cannot run goes to `hopper`: to `pipeline`, too little work; to `fused`, tensors
+    without maps.
+    """
     if asked == "auto":
         asked = _best(target, device_index, tokens, N, HV).name
     if asked not in SCHEDULES:
@@ -297,6 +310,8 @@ def _choose(
             f"{settings.SCHEDULE.name}: expected auto, {', '.join(SCHEDULES)}, got {asked!r}."
         )
     schedule = SCHEDULES[asked]
+    if schedule.clustered and not maps:
+        return HOPPER, None
     if not schedule.pipelined:
         return schedule, None
     plan = plan_pipeline(tokens, N, HV, _sm_count(device_index))
@@ -353,6 +368,11 @@ def _share(p: KdaProblem, clusters: int) -> tuple[int, int]:
     if clusters >= p.N * p.HV or nbytes > slots * STAGE_BYTES:
         return 0, 0
     return -(-slots // clusters), nbytes
+
+
+def _has_maps(p: KdaProblem) -> bool:
+    """Whether q, k, g and v can have tensor maps: a row expanded to several has a stride of 0."""
+    return p.B == 1 or all(x.stride(0) > 0 for x in (p.q, p.k, p.g, p.v))
 
 
 def _write_maps(args: Array[c_char], p: KdaProblem, kernel: Kernel) -> None:

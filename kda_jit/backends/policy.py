@@ -7,7 +7,7 @@
   until every SM is free.
 - `hopper` runs both halves on the same images: for many short sequences.
 
-Thresholds lie between cases of benchmarks/results/h200-2026-11-30-fused.json and
+Thresholds lie between cases of benchmarks/results/h200-2026-11-30-with-fused.json and
 benchmarks/results/development/2026-11-30-which-schedule.txt.
 """
 

@@ -13,6 +13,7 @@ from kda_jit.errors import LaunchError
 
 SUCCESS = 0
 INVALID_CONTEXT = 201
+COOPERATIVE_LAUNCH_TOO_LARGE = 720
 
 # CUfunction_attribute and CUdevice_attribute, by their numbers in cuda.h.
 FUNC_MAX_THREADS = 0

@@ -36,6 +36,10 @@ class _Frame(threading.local):
         self.prepared = _Prepared()
 
 
+class TogetherError(LaunchError):
+    """The process may not use as many multiprocessors as a cooperative launch needs."""
+
+
 class Kernel:
     """An entry point on one device, whose one parameter is a struct passed by value (or none).
 
@@ -138,7 +142,8 @@ class Kernel:
         cooperative  no block starts before all can: they may wait for each other
 
         Raises LaunchError with the driver's error, and where `args` has another size than the
-        kernel's parameters.
+        kernel's parameters; TogetherError where not all blocks of a cooperative launch can be
+        resident at once, as under a limit of MPS.
         """
         prepared = self._frame.prepared
         # Launches that follow each other mostly ask for the same; a field costs 45 ns to set.
@@ -166,7 +171,8 @@ class Kernel:
             with self.own_context():
                 code = self._launch(config_ref, self._handle, params, None)
         if code != cuda.SUCCESS:
-            raise LaunchError(
+            error = TogetherError if code == cuda.COOPERATIVE_LAUNCH_TOO_LARGE else LaunchError
+            raise error(
                 f"{self.label}: {self._driver.error_name(code)}. grid {tuple(grid)}, block {block} "
                 f"of at most {self.max_threads} threads, {smem} bytes of dynamic smem of at "
                 f"most {self.smem_dynamic}. If all are in order, an earlier kernel may have failed."

@@ -17,9 +17,8 @@
 //   peer's images, 2  ready: the peer's copy -> chain                               (freed: that of the slot they were copied from)
 //   tiles, 4          full: mover -> chain        empty: chain -> mover
 //
-// Why nobody waits forever: everything waits, at most, for something about an earlier chunk, but a chain, which waits for the image
-// of the chunk after the one it works on; loading and preparing wait for chunks at least four numbers before that. A state is waited for
-// that a cluster with a lower number, which started earlier, makes first of all, or after it waited likewise.
+// Why nobody waits forever: everything waits for something about an earlier chunk. A state is waited for that a cluster with a lower
+// number, which started earlier, makes first of all, or after it waited likewise.
 #include "common/cluster.cuh"
 #include "common/prepare.cuh"
 #include "common/sequence.cuh"

@@ -403,6 +403,17 @@ def test_dense_batches_in_poisoned_memory(way: Any, length: int) -> None:
     assert wide[:, :, 2].isnan().all()
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_a_row_of_inputs_expanded_to_a_batch(way: Any, name: str) -> None:
+    """Its stride is 0, which not every way to read a tensor takes."""
+    x = Case(seed=44, lengths=(100,) * 3, heads=2, packed=False).tensors(way.device)
+    shared = getattr(x, name)[:1].expand_as(getattr(x, name))
+    want = way.prefill(x.replace(**{name: shared.clone()}))
+    y = x.replace(**{name: shared})
+    got = kda_jit.prefill(*y.args, **y.kwargs, backend=way.backend)
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)])
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_nothing_but_empty_sequences(way: Any, lengths: tuple[int, ...], tokens: int) -> None:

@@ -189,7 +189,8 @@ def test_cold_call_in_a_capture_is_refused_and_warmup_is_enough(cuda: Any, pytho
 def test_graph_outlives_the_growth_of_its_workspace(cuda: Any) -> None:
     """The old memory may be in a graph: it is kept, and not handed to anybody else."""
     small, _ = cuda.exact(Case(seed=110, lengths=(64,), heads=2))
-    large = Case(seed=111, lengths=(2048,), heads=4).tensors("cuda")
+    # So many heads that every schedule needs a workspace.
+    large = Case(seed=111, lengths=(2048,), heads=80).tensors("cuda")
     workspace = kda_jit.Workspace(device="cuda")
     results = empty_like_results(small)
     want = [y.clone() for y in cuda.prefill(small, workspace=workspace, **results)]
@@ -600,12 +601,16 @@ def test_only_results_are_allocated_where_none_are_given(cuda: Any) -> None:
 def test_cupy_holds_no_memory_and_keeps_its_device(cuda: Any) -> None:
     import cupy
 
-    before = cupy.cuda.runtime.getDevice(), torch.cuda.current_device()
+    def held() -> tuple[int, ...]:  # what other tests of the process made is theirs
+        pool, pinned = cupy.get_default_memory_pool(), cupy.get_default_pinned_memory_pool()
+        devices = cupy.cuda.runtime.getDevice(), torch.cuda.current_device()
+        return pool.used_bytes(), pool.total_bytes(), pinned.n_free_blocks(), *devices
+
+    gc.collect()
+    before = held()
     for call in _calls(cuda).values():
         call()
-    assert cupy.get_default_memory_pool().used_bytes() == 0
-    assert cupy.get_default_pinned_memory_pool().n_free_blocks() == 0
-    assert (cupy.cuda.runtime.getDevice(), torch.cuda.current_device()) == before
+    assert held() == before
 
 
 _FOOTPRINT = """
@@ -684,7 +689,8 @@ def test_planned_and_locked_workspace_is_enough_and_no_more(cuda: Any) -> None:
     with workspace.locked():
         assert all(map(torch.equal, cuda.prefill(x, workspace=workspace), want))
         assert all(map(torch.equal, cuda.prefill(x, workspace=workspace), want))
-        larger, _ = cuda.exact(Case(seed=161, lengths=(32 * stage_slots(T, x.N) + 32,), heads=2))
+        # So many heads that every schedule needs a workspace.
+        larger = Case(seed=161, lengths=(32 * stage_slots(T, x.N) + 32,), heads=80).tensors("cuda")
         results = empty_like_results(larger)
         with pytest.raises(kda_jit.WorkspaceError, match=r"cuda prefill.*prefill_stages"):
             cuda.prefill(larger, workspace=workspace, **results)

@@ -200,7 +200,8 @@ def test_each_schedule_stays_in_the_callers_memory(ops, cuda):
     cuda.check(x, want, got["out"], got["final_state"])
     assert got["out"][:, -7:].isnan().all()
     assert (block[:REDZONE] == 0xFF).all() and (block[-REDZONE:] == 0xFF).all()
-    assert (got["workspace"] != 0xFF).any(), "the workspace was not used"
+    # `fused` needs none for fewer heads than it has pairs of SMs.
+    assert bool((got["workspace"] != 0xFF).any()) is (wanted != "fused")
     plain, state = cuda.prefill(x, out=torch.full_like(x.v, torch.nan))
     assert torch.equal(plain.nan_to_num(), got["out"].nan_to_num())
     assert torch.equal(state, got["final_state"])

@@ -11,7 +11,7 @@ import pytest
 
 from kda_jit.errors import LaunchError
 from kda_jit.jit.driver import Driver
-from kda_jit.jit.launch import Kernel
+from kda_jit.jit.launch import Kernel, TogetherError
 
 FUNCTION = 0xF00D
 CONTEXT = 0xC0
@@ -282,6 +282,17 @@ def test_error_has_the_drivers_name_and_what_was_asked() -> None:
         str(232448 - 1024),
     ):
         assert words in str(caught.value)
+
+
+def test_too_few_multiprocessors_for_a_cooperative_launch_are_told_apart() -> None:
+    library = FakeCuda()
+    library.answers = [720, 1]
+    kernel = make(library)
+    with pytest.raises(TogetherError, match=r"\(720\)"):
+        kernel.launch((132, 1, 1), 384, 0, 0, ARGS, cooperative=True)
+    with pytest.raises(LaunchError) as caught:
+        kernel.launch((132, 1, 1), 384, 0, 0, ARGS, cooperative=True)
+    assert caught.type is LaunchError
 
 
 def test_thread_without_a_context_gets_the_kernels_own() -> None:
