@@ -1,10 +1,14 @@
-"""Two backends on one call from a file: how far each is from float64, where, and who is nearer."""
+"""Two ways to make one call from a file: how far each is from float64, where, and who is nearer.
+
+A way is a backend of ours, another implementation, anybody's function, or what the live call wrote.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import isfinite
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +17,7 @@ from torch import Tensor
 from .backends.base import last_launch
 from .callfile import Call
 from .errors import InputError
-from .replay import exact, replay, same_bits
+from .replay import exact, fresh, replay, same_bits
 from .testing import (
     Inputs,
     Limit,
@@ -24,7 +28,8 @@ from .testing import (
     worst_block_error,
     worst_state_error,
 )
-from .testing.runner import rounding_limits
+from .testing.runner import FEATURES, rounding_limits
+from .testing.verify import PeerRunner, find_subject
 
 #: The name that stands for what the live call wrote, in place of a backend.
 CAPTURED = "captured"
@@ -117,21 +122,28 @@ class Comparison:
         return all(output.passed for output in self.outputs)
 
 
-def compare(call: Call, a: str, b: str) -> Comparison:
-    """Makes the call by two backends, or takes what the live call wrote (CAPTURED), and by float64.
+def compare(call: Call, a: str, b: str, *, flashkda: Path | None = None) -> Comparison:
+    """Makes the call in two ways, and by float64.
 
-    Raises what the function that is called raises, and InputError where there is nothing captured.
+    a, b      a backend of ours; CAPTURED: what the live call wrote; "peer:flashkda", "peer:fla", or
+              "module:function", a function with the arguments of kda_jit.prefill
+    flashkda  FlashKDA's library; None: where the environment says
+
+    Raises what the function that is called raises, and InputError where there is nothing captured,
+    or where that call cannot be made that way.
     """
-    sides = _side(call, a), _side(call, b)
+    sides = _side(call, a, flashkda), _side(call, b, flashkda)
     want = exact(call)
-    if CAPTURED in (a, b):
-        _check_results(call, want)
+    for side in sides:
+        _check_results(side, want)
     limits = _limits(call)
     outputs = tuple(_output(call, name, *sides, want[name], limits.get(name)) for name in want)
     return Comparison(call, *sides, outputs, _along(call, *sides, want["out"]))
 
 
-def _side(call: Call, name: str) -> Side:
+def _side(call: Call, name: str, flashkda: Path | None) -> Side:
+    if ":" in name:
+        return Side(name, {"backend": name}, _by_others(call, name, flashkda))
     if name != CAPTURED:
         results = replay(call, name)
         launch = last_launch()
@@ -147,10 +159,60 @@ def _side(call: Call, name: str) -> Side:
     return Side(name, {k: call.facts[k] for k in keys if k in call.facts}, call.results)
 
 
-def _check_results(call: Call, want: dict[str, Tensor]) -> None:
-    shapes = [{name: list(x.shape) for name, x in found.items()} for found in (call.results, want)]
+def _by_others(call: Call, name: str, flashkda: Path | None) -> dict[str, Tensor]:
+    """The results of a prefill by a peer or a function."""
+    if call.function != "prefill":
+        raise InputError(f"{name}: expected a call of prefill, got one of {call.function}.")
+    subject = find_subject(name, call.arguments["q"].device, flashkda=flashkda)
+    given = fresh(call)
+    inputs = _inputs(call)
+    if isinstance(subject, PeerRunner):
+        got = inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]
+        if got != (subject.dtype, subject.head_dim, subject.head_dim):
+            raise InputError(
+                f"{name}: expected {subject.dtype} and K = V = {subject.head_dim}, got {got[0]}, "
+                f"K = {got[1]}, V = {got[2]}."
+            )
+    for feature in _features(call):
+        if reason := subject.lacks.get(feature):
+            words = f"{name}: expected a call without {FEATURES[feature]}, got one: {reason}."
+            raise InputError(words)
+    further = {n: x for n, x in given.items() if n not in inputs.kwargs and n not in _POSITIONAL}
+    if "state_indices" in given:
+        further["initial_state"] = given["initial_state"]
+    try:
+        out, state = subject.prefill(inputs, **further)
+    except NotImplementedError as error:
+        raise InputError(
+            f"{name}: expected a call that it can make, got one it refuses: {error}."
+        ) from None
+    found = {"out": out, "final_state": state}
+    return found | {n: given[n] for n in ("checkpoint_state",) if n in given}
+
+
+_POSITIONAL = ("q", "k", "v", "g", "beta")
+
+
+def _features(call: Call) -> list[str]:
+    """Of FEATURES, those that the call asks for."""
+    given = call.arguments
+    ends, state = given.get("cu_seqlens"), given.get("initial_state")
+    asked = {
+        "dense": ends is None,
+        "grouped": given["v"].shape[2] != given["q"].shape[2],
+        "unbounded": given.get("lower_bound", -5.0) is None,
+        "bf16_state": torch.bfloat16 in (call.state_dtype, None if state is None else state.dtype),
+        "padding": ends is not None and int(ends[-1]) < given["q"].shape[1],
+        "pool": "state_indices" in given or "has_initial_state" in given,
+        "checkpoint": "checkpoint_state" in given,
+    }
+    return [feature for feature, does in asked.items() if does]
+
+
+def _check_results(side: Side, want: dict[str, Tensor]) -> None:
+    shapes = [{name: list(x.shape) for name, x in found.items()} for found in (side.results, want)]
     if shapes[0] != shapes[1]:
-        raise InputError(f"{CAPTURED}: expected results {shapes[1]}, got {shapes[0]}.")
+        raise InputError(f"{side.name}: expected results {shapes[1]}, got {shapes[0]}.")
 
 
 def _output(call: Call, name: str, a: Side, b: Side, want: Tensor, limit: Limit | None) -> Output:
@@ -211,14 +273,7 @@ def _limits(call: Call) -> dict[str, Limit]:
     """What rounding explains, of a prefill's results: see `rounding_limits`."""
     if call.function != "prefill":
         return {}
-    given = call.arguments
-    x = Inputs(
-        **{name: given[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")},
-        lower_bound=given.get("lower_bound", -5.0),
-        scale=given.get("scale"),
-        initial_state=_initial_states(call),
-        cu_seqlens=given.get("cu_seqlens"),
-    )
+    given, x = call.arguments, _inputs(call)
     wide = x.q.dtype in (torch.float32, torch.float64)
     out, state = rounding_limits(x, torch.float32 if wide else None)
     # In bf16 it is rounded once more when it is stored, by half of 2**-7 at most.
@@ -231,6 +286,17 @@ def _limits(call: Call) -> dict[str, Limit]:
     return {"out": out} | {
         name: stored if dtype is torch.bfloat16 else state for name, dtype in states.items()
     }
+
+
+def _inputs(call: Call) -> Inputs:
+    given = call.arguments
+    return Inputs(
+        **{name: given[name] for name in (*_POSITIONAL, "A_log", "dt_bias")},
+        lower_bound=given.get("lower_bound", -5.0),
+        scale=given.get("scale"),
+        initial_state=_initial_states(call),
+        cu_seqlens=given.get("cu_seqlens"),
+    )
 
 
 def _initial_states(call: Call) -> Tensor | None:

@@ -21,7 +21,7 @@ def replay(call: Call, backend: str = "auto") -> dict[str, Tensor]:
 
     The call's own tensors stay as they are. Raises what the function raises.
     """
-    given = _fresh(call)
+    given = fresh(call)
     if call.function == "recurrent":
         out = recurrent(**given, backend=backend)
         return {"out": out} | _kept(given, "state_pool" if _writes(call) else None)
@@ -32,7 +32,7 @@ def replay(call: Call, backend: str = "auto") -> dict[str, Tensor]:
 @torch.no_grad()
 def exact(call: Call) -> dict[str, Tensor]:
     """The same by the recurrence, token by token, all in float64."""
-    given = _fresh(call)
+    given = fresh(call)
     if call.function == "recurrent":
         step = make_recurrent_problem(**given)
         step = step._replace(out=step.out.double().zero_(), state_pool=step.state_pool.double())
@@ -71,7 +71,7 @@ def _kept(given: dict[str, Any], name: str | None) -> dict[str, Tensor]:
     return {name: given[name]} if name in given else {}
 
 
-def _fresh(call: Call) -> dict[str, Any]:
+def fresh(call: Call) -> dict[str, Any]:
     """The arguments, with copies of the buffers that the call writes."""
     given = dict(call.arguments)
     written = {"state_pool", "checkpoint_state"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from typer.testing import CliRunner
 
 import kda_jit
 from kda_jit import __main__ as entry
+from kda_jit import compare as work
 from kda_jit.backends.torch import TorchBackend
 from kda_jit.callfile import Call, read_call, write_call
 from kda_jit.cli import app
 from kda_jit.compare import CAPTURED, _initial_states, as_json, compare
 from kda_jit.errors import BackendNameError, InputError
 from kda_jit.testing import Case
+from kda_jit.testing.verify import PeerRunner
 
 H, D = 2, 32
 BF16 = torch.bfloat16
@@ -175,6 +178,115 @@ def test_what_cannot_be_compared_is_refused(live):
         compare(call, "torh", "torch")
 
 
+# -- other people's kernels ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A module of the current folder with functions to compare."""
+    (tmp_path / "my_kernels.py").write_text(
+        """
+import kda_jit
+
+def right(q, k, v, g, beta, **kwargs):
+    return kda_jit.prefill(q, k, v, g, beta, **kwargs, backend="torch")
+
+def slow_decay(q, k, v, g, beta, **kwargs):
+    return right(q, k, v, g - 0.1, beta, **kwargs)
+
+def plain(
+    q, k, v, g, beta, A_log, dt_bias,
+    cu_seqlens=None, initial_state=None, lower_bound=-5.0, scale=None,
+):
+    if cu_seqlens is None:
+        raise NotImplementedError("it has no batches")
+    return right(**locals())
+
+def transposed(q, k, v, g, beta, **kwargs):
+    out, state = right(q, k, v, g, beta, **kwargs)
+    return out, state[:, :1]
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("my_kernels", None)
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_function_is_a_side(live, pooled):
+    found = compare(read_call(live, "cpu"), "my_kernels:right", CAPTURED)
+    assert found.passed and all(o.same_bits for o in found.outputs)
+    assert found.a.title == "my_kernels:right"
+    found = compare(read_call(live, "cpu"), "torch", "my_kernels:slow_decay")
+    assert not found.passed
+    assert [o.nearer for o in found.outputs] == ["a", "a"]
+    found = compare(read_call(pooled, "cpu"), "my_kernels:right", CAPTURED)
+    assert [o.name for o in found.outputs] == ["out", "final_state", "checkpoint_state"]
+    assert found.passed and all(o.same_bits for o in found.outputs)
+
+
+@pytest.mark.usefixtures("mine")
+def test_what_a_function_cannot_do_is_said(live, pooled, tmp_path):
+    call = read_call(live, "cpu")
+    assert compare(call, "my_kernels:plain", "torch").passed
+    with pytest.raises(
+        InputError, match=r"my_kernels:plain: .*without states in slots of a pool .*has no"
+    ):
+        compare(read_call(pooled, "cpu"), "torch", "my_kernels:plain")
+    given = {name: x for name, x in call.arguments.items() if name != "cu_seqlens"}
+    dense = Call("prefill", given | {"initial_state": given["initial_state"][:1]})
+    with pytest.raises(InputError, match="got one it refuses: it has no batches"):
+        compare(dense, "my_kernels:plain", "torch")
+    with pytest.raises(
+        InputError, match=r"my_kernels:transposed: expected results .*got .*1, 1, 32"
+    ):
+        compare(dense, "my_kernels:transposed", "torch")
+    with pytest.raises(InputError, match="expected module:function, got 'my_kernels:absent'"):
+        compare(call, "my_kernels:absent", "torch")
+    with pytest.raises(InputError, match="device: expected a CUDA GPU for 'peer:flashkda'"):
+        compare(call, "torch", "peer:flashkda")
+    step = Call("recurrent", call.arguments)
+    with pytest.raises(InputError, match="expected a call of prefill, got one of recurrent"):
+        compare(step, "my_kernels:right", "torch")
+
+
+def test_a_peer_is_asked_for_what_it_has_alone(live, monkeypatch):
+    """By a peer that stands in for FlashKDA: its library needs a GPU."""
+    asked = []
+
+    class Peer:
+        name = "flashkda"
+
+        def activate(self):
+            pass
+
+        def bind(self, x):
+            asked.append(x)
+            return lambda: exact_results
+
+    monkeypatch.setattr(
+        work, "find_subject", lambda name, device, flashkda: PeerRunner(Peer(), device)
+    )
+    call = read_call(live, "cpu")
+    with pytest.raises(InputError, match=r"expected torch.bfloat16 and K = V = 128, got .*K = 32"):
+        compare(call, "peer:flashkda", "torch")
+    x = Case(seed=5, lengths=(64, 20), heads=1).tensors(head_dim=128)
+    arguments = {n: y for n, y in x.kwargs.items() if y is not None}
+    whole = Call("prefill", dict(zip("qkvg", x.args, strict=False)) | {"beta": x.beta} | arguments)
+    want = kda_jit.prefill(*x.args, **x.kwargs, backend="torch")
+    exact_results = want
+    found = compare(whole, "peer:flashkda", "torch")
+    assert found.passed and found.outputs[0].same_bits and len(asked) == 1
+    dense = {n: y for n, y in whole.arguments.items() if n not in ("cu_seqlens", "initial_state")}
+    with pytest.raises(
+        InputError, match="without batches without cu_seqlens, got one: the adapter"
+    ):
+        compare(Call("prefill", dense), "peer:flashkda", "torch")
+    half = Call("prefill", whole.arguments, state_dtype=BF16)
+    with pytest.raises(InputError, match="without an initial state in bf16, got one"):
+        compare(half, "torch", "peer:flashkda")
+
+
 @pytest.mark.parametrize("state, checkpoint", [(torch.float32, BF16), (BF16, torch.float32)])
 def test_each_state_may_be_as_far_off_as_its_own_dtype(tmp_path, state, checkpoint):
     x = Case(seed=8, lengths=(64,), heads=H).tensors(head_dim=D, dtype=torch.float32)
@@ -315,6 +427,43 @@ def test_a_call_without_a_token_has_no_picture(live, tmp_path):
     assert not (tmp_path / "compare.png").exists()
     found = compare(read_call(tmp_path / "empty.safetensors", "cpu"), "torch", "torch")
     assert as_json(found)["along"] is None
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_folder_is_a_line_a_call_the_worst_last(live, pooled, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    calls = tmp_path / "calls"
+    (calls / "later").mkdir(parents=True)
+    write_call(calls / "a.safetensors", changed(live, lambda results: None))
+    write_call(calls / "later" / "b.safetensors", changed(pooled, lambda results: None))
+    write_call(calls / "c.safetensors", changed(live, lambda r: r["out"].mul_(1.5)))
+    text = run("torch", "captured", calls, "-o", tmp_path / "new", "--device", "cpu", code=1)
+    lines = [line.split(maxsplit=4) for line in text.splitlines() if "safetensors" in line]
+    assert {line[4].partition(":")[0] for line in lines[:2]} == {
+        "a.safetensors",
+        "later/b.safetensors",
+    }
+    assert lines[2][3] == "A"
+    assert lines[2][4].startswith("c.safetensors: out, sequence ")
+    assert "3 calls: A nearer to float64 in 1, B in 0, alike in 2" in text
+    assert "further than rounding explains in 1; not made: 0" in text
+    found = json.loads((tmp_path / "new" / "compare.json").read_text())
+    assert [c["file"] for c in found["calls"]][-1] == "c.safetensors"
+    assert found["passed"] is False
+    assert (tmp_path / "new" / "compare.png").exists()
+    (calls / "c.safetensors").unlink()
+    run("torch", "captured", calls, "--device", "cpu")
+
+    (calls / "bad.safetensors").write_bytes(b"no")
+    text = run("torch", "captured", calls, "--device", "cpu", code=1)
+    assert "bad.safetensors: InputError: " in text
+    assert "not made: 1" in text
+    with pytest.raises(InputError, match=r"inputs: expected a folder with \*.safetensors, got"):
+        run("torch", "captured", tmp_path / "new")
+    with pytest.raises(InputError, match="expected module:function, got 'my_kernels:absent'"):
+        run("torch", "my_kernels:absent", calls, "--device", "cpu")
+    with pytest.raises(BackendNameError, match="Or captured: "):
+        run("torhc", "torch", calls, "--device", "cpu")
 
 
 def test_an_error_is_a_sentence(live, monkeypatch):

@@ -21,8 +21,9 @@ LAYERS = [
     [""],  # the package itself: the public names
     ["integrations"],  # stand-ins for other packages
     ["testing"],
-    ["bench", "demo", "replay", "compare", "picture", "doctor"],
+    ["bench", "demo", "replay", "doctor"],
     ["testing.verify"],  # tries peers, too, through their adapters of the benchmarks
+    ["compare", "picture"],
     ["lab"],
     ["cli", "__main__", "bench.__main__"],
 ]

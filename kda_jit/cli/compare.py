@@ -1,42 +1,56 @@
-"""`kda-jit compare`: two backends on one captured call."""
+"""`kda-jit compare`: two backends on one captured call, or on a folder of them."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from ..errors import BackendNameError, InputError
+from ..errors import BackendNameError, InputError, KdaError
 from .plain import as_json
 
 if TYPE_CHECKING:
     from ..compare import Comparison, Output, Side
 
-_BACKEND = "auto, cuda, triton, torch; captured: what the live call wrote."
+_BACKEND = (
+    "auto, cuda, triton, torch; captured: what the live call wrote; peer:flashkda or peer:fla; "
+    "or module:function, a function with the arguments of kda_jit.prefill."
+)
 
 
 def compare(
     a: Annotated[str, typer.Argument(help=_BACKEND)],
     b: Annotated[str, typer.Argument(help=_BACKEND)],
-    inputs: Annotated[Path, typer.Argument(help="A safetensors file, as `kda-jit run` reads it.")],
+    inputs: Annotated[
+        Path,
+        typer.Argument(help="A safetensors file, as `kda-jit run` reads it, or a folder of them."),
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for compare.png and compare.json.")
     ] = None,
     device: Annotated[
         str, typer.Option(help="cpu, cuda, cuda:1, ...; empty: a GPU if there is one.")
     ] = "",
+    flashkda: Annotated[
+        Path | None, typer.Option(help="FlashKDA's library, for peer:flashkda.")
+    ] = None,
 ) -> None:
     """Makes one call by two backends, and says who is nearer to float64, and where they part.
 
-    A and B are backends, or the word captured for what the live call wrote into the file. For each
-    result it shows the worst block of either against the recurrence in float64, and of B against A;
-    a block is a sequence, a head and 64 tokens, of a state a sequence (or slot) and a head. The
-    picture shows the error along the sequence with the worst block, and by head and chunk.
-    Exits with 1 when a prefill's result is further from float64 than rounding explains.
+    A and B are backends, other implementations, functions, or the word captured for what the live
+    call wrote into the file. For each result it shows the worst block of either against the
+    recurrence in float64, and of B against A; a block is a sequence, a head and 64 tokens, of a
+    state a sequence (or slot) and a head. The picture shows the error along the sequence with the
+    worst block, and by head and chunk. Of a folder it shows a line a file, the worst one last,
+    which is the one in the picture.
+    Exits with 1 when a prefill's result is further from float64 than rounding explains, and when
+    a call of a folder could not be made.
     """
     import torch
 
@@ -44,22 +58,36 @@ def compare(
     from ..callfile import read_call
     from ..jit.cache import why_not_writable
     from ..picture import draw
+    from ..testing.verify import find_subject
 
     if output is not None and (why_not := why_not_writable(output)) is not None:
         raise InputError(f"output: expected a folder to write to, got {output} ({why_not}).")
     console = Console()
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    call = read_call(inputs, place)
-    try:
+
+    def make(file: Path) -> Comparison:
+        try:
+            return work.compare(read_call(file, place), a, b, flashkda=flashkda)
+        except BackendNameError as error:
+            raise BackendNameError(f"{error} {_OTHERS}") from None
+
+    found: Comparison | None
+    if inputs.is_dir():
+        for name in (a, b):
+            if ":" in name:  # said once, not once a file
+                find_subject(name, torch.device(place), flashkda=flashkda)
+        found, facts, passed = _compare_all(console, inputs, make)
+    else:
         with Console(stderr=True).status("comparing ..."):
-            found = work.compare(call, a, b)
-    except BackendNameError as error:
-        raise BackendNameError(f"{error} Or captured: what the live call wrote.") from None
-    _show(console, found)
+            found = make(inputs)
+        _show(console, found)
+        facts, passed = work.as_json(found), found.passed
     if output is not None:
         written = [output / "compare.json"]
-        written[0].write_text(as_json(work.as_json(found)) + "\n")
-        if importlib.util.find_spec("matplotlib") is None:
+        written[0].write_text(as_json(facts) + "\n")
+        if found is None:
+            pass
+        elif importlib.util.find_spec("matplotlib") is None:
             console.print(
                 "no picture: it needs matplotlib (pip install 'kda_jit[demo]')", markup=False
             )
@@ -68,8 +96,73 @@ def compare(
             draw(found, written[-1])
         for path in written:
             console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
-    if not found.passed:
+    if not passed:
         raise typer.Exit(1)
+
+
+_OTHERS = (
+    "Or captured: what the live call wrote. Or peer:flashkda, peer:fla, or module:function, a "
+    "function with the arguments of kda_jit.prefill."
+)
+
+
+def _compare_all(
+    console: Console, folder: Path, make: Callable[[Path], Comparison]
+) -> tuple[Comparison | None, dict[str, Any], bool]:
+    """A line a file, the worst last: that one, all of them for json, and whether all is well."""
+    from .. import compare as work
+
+    files = sorted(folder.rglob("*.safetensors"))
+    if not files:
+        raise InputError(f"inputs: expected a folder with *.safetensors, got {folder}.")
+    made: list[tuple[Path, Comparison]] = []
+    failed: list[tuple[Path, KdaError]] = []
+    for file in track(files, "comparing", console=Console(stderr=True), transient=True):
+        try:
+            made.append((file, make(file)))
+        except BackendNameError:
+            raise  # a word that is nobody's name is none in any file
+        except KdaError as error:
+            failed.append((file, error))
+    made.sort(key=lambda x: _worst(x[1]))
+
+    def show(*words: str) -> None:  # whole lines, however narrow the terminal: they are searched
+        line = "{:>11}  {:>11}  {:>7}  {:>6}  {}".format(*words)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if made:
+        show("A - float64", "B - float64", "B - A", "nearer", "file: worst at")
+    nearer = {"a": 0, "b": 0, None: 0}
+    for file, c in made:
+        o = max(c.outputs, key=_worst_of)
+        nearer[o.nearer] += 1
+        mark = "equal" if o.same_bits else {"a": "A", "b": "B", None: "alike"}[o.nearer]
+        numbers = [f"{off.worst:.1e}" for off in (o.a, o.b, o.apart)]
+        place = (o.a if o.a.worst > o.b.worst else o.b).place
+        show(*numbers, mark, f"{file.relative_to(folder)}: {o.name}, {place}")
+    for file, why in failed:
+        line = f"{file.relative_to(folder)}: {type(why).__name__}: {why}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    wrong = [file for file, c in made if not c.passed]
+    console.print(
+        f"\n{len(files)} calls: A nearer to float64 in {nearer['a']}, B in {nearer['b']}, alike in "
+        f"{nearer[None]}; further than rounding explains in {len(wrong)}; not made: {len(failed)}",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    passed = not wrong and not failed
+    calls = [{"file": str(file.relative_to(folder)), **work.as_json(c)} for file, c in made]
+    calls += [{"file": str(f.relative_to(folder)), "error": str(why)} for f, why in failed]
+    return (made[-1][1] if made else None), {"passed": passed, "calls": calls}, passed
+
+
+def _worst_of(o: Output) -> float:
+    """NaN is worse than anything."""
+    worst = max(o.a.worst, o.b.worst)
+    return worst if worst == worst else float("inf")
+
+
+def _worst(c: Comparison) -> float:
+    return max(map(_worst_of, c.outputs))
 
 
 def _show(console: Console, c: Comparison) -> None:
