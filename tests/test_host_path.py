@@ -263,11 +263,12 @@ def test_addresses_are_those_of_the_problem():
 class FakeKernel:
     def __init__(self, name, launches):
         self.name, self.launches = name, launches
-        self.cooperative = self.overlaps = None  # the last launch
+        self.cooperative = self.overlaps = self.block = self.smem = None  # the last launch
 
     def launch(self, grid, block, smem, stream, args, *, pdl=False, cooperative=False):
         self.launches.append((self, grid, stream, bytes(args)))
         self.cooperative, self.overlaps = cooperative, pdl
+        self.block, self.smem = block, smem
 
     @contextlib.contextmanager
     def own_context(self):
@@ -381,6 +382,23 @@ def test_auto_does_without_a_pipeline_where_its_ctas_cannot_start_together(machi
     monkeypatch.setenv(settings.SCHEDULE.name, "pipeline")
     with pytest.raises(TogetherError):
         machine.run(**call(T=32768))
+
+
+def test_sources_of_ones_own_may_be_launched_otherwise(machine, tmp_path):
+    tree = module.SourceTree(tmp_path, {"kda_recurrence_single": (640, 99)})
+    arguments = call(T=64)
+
+    def launched():
+        machine.run(**arguments)
+        return [(k.name, k.block, k.smem) for k, *_ in machine.launches[-2:]]
+
+    first, second = cuda.HOPPER_SINGLE.launches
+    usual = [(first.entry, first.block, first.smem), (second.entry, second.block, second.smem)]
+    assert launched() == usual
+    for _ in range(2):
+        with tree.active():
+            assert launched() == [usual[0], ("kda_recurrence_single", 640, 99)]
+        assert launched() == usual
 
 
 def test_one_fused_kernel_is_all_there_is(machine, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
+from collections.abc import Mapping
 from ctypes import Array, addressof, c_char, create_string_buffer, memmove
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +26,7 @@ from kda_jit.errors import InputError
 from kda_jit.jit import KernelSpec, arch_for, arch_named, load, tensor_map
 from kda_jit.jit.driver import driver
 from kda_jit.jit.launch import Kernel, TogetherError
-from kda_jit.jit.module import generation
+from kda_jit.jit.module import changed_launches, generation
 from kda_jit.workspace import STAGE_BYTES, Workspace, default_workspace, stage_slots
 
 if TYPE_CHECKING:
@@ -61,6 +62,10 @@ class Launch:
     entry: str
     block: int
     smem: int
+
+    def changed(self, numbers: Mapping[str, tuple[int, int]]) -> Launch:
+        """As other sources than the usual ones want it."""
+        return Launch(self.entry, *numbers[self.entry]) if self.entry in numbers else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +264,16 @@ def _plan(p: KdaProblem, asked: str | None = None) -> _Plan:
         image_bytes = slots * p.HV * STAGE_BYTES
         grids = (slots * p.HV, p.N * p.HV * schedule.ctas_a_head)
     overlaps = _overlaps(target)
+    changed = changed_launches()
     launches = tuple(
         # The CTAs of a pipeline wait for each other.
-        (kernel, (grid, 1, 1), launch, i > 0 and overlaps, i > 0 and pipeline is not None)
+        (
+            kernel,
+            (grid, 1, 1),
+            launch.changed(changed),
+            i > 0 and overlaps,
+            i > 0 and pipeline is not None,
+        )
         for i, (kernel, grid, launch) in enumerate(
             zip(kernels, grids, schedule.launches, strict=True)
         )

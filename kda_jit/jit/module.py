@@ -46,16 +46,22 @@ class SourceTree:
 
     A module is built from what its files hold when it is first needed and then kept, as from the
     usual sources: a later edit of the folder takes a `reload()` or another tree.
+
+    launches  (threads, bytes of dynamic shared memory) by entry, where these sources are launched
+              otherwise than the usual ones
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(
+        self, folder: str | Path, launches: Mapping[str, tuple[int, int]] | None = None
+    ) -> None:
         self.folder = Path(folder)
+        self.launches = dict(launches or {})
         self.loaded: Table = {}
         _trees.add(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         # What a process loaded stays there. A copy owns nothing: the folder goes with the original.
-        return SourceTree, (self.folder,)
+        return SourceTree, (self.folder, self.launches)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -105,6 +111,12 @@ def generation() -> object:
     Whoever keeps kernels beside it may use them as long as this is the very same object.
     """
     return _table()
+
+
+def changed_launches() -> Mapping[str, tuple[int, int]]:
+    """Of the entries that this thread's sources launch otherwise than the usual ones."""
+    tree = _tree.get()
+    return {} if tree is None else tree.launches
 
 
 def reload() -> None:

@@ -29,8 +29,13 @@ kernels inside `with variant.active():`, in that thread, and nowhere else. Its b
 same disk cache as all others, under keys of their own content.
 
 A variant changes one file. How many threads a kernel gets, and how much dynamic shared memory, is
-in kda_jit/backends/cuda.py, and an assertion in the source holds its structs to that: another
-number of stages is a change of both, in a checkout.
+in kda_jit/backends/cuda.py, and an assertion in the source holds its structs to that. Another
+number of stages changes both: the assertion in the patch, and the launch with it,
+
+    lab.variant("five_stages", base="sm90/kda_prefill.cu", patch=...,
+                launch={"kda_recurrence": (384, 180224)})
+
+(of the magic: --launch kda_recurrence=384,180224).
 
 Needs the extra `notebooks` (the magic: IPython; tables: rich), and `cuda12` or `cuda13` to compile.
 """

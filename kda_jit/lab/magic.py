@@ -22,6 +22,21 @@ class CellError(KdaError, RuntimeError):
         return str(self).splitlines()
 
 
+def _launch(
+    by_entry: list[str] | None, threads: int | None, smem: int
+) -> tuple[int, int] | dict[str, tuple[int, int]] | None:
+    if by_entry is None:
+        return None if threads is None else (threads, smem)
+    found = {}
+    for words in by_entry:
+        entry, _, numbers = words.partition("=")
+        block, _, memory = numbers.partition(",")
+        if not (block.isdecimal() and memory.isdecimal()):
+            raise UsageError(f"--launch: expected ENTRY=THREADS,SMEM, got {words!r}.")
+        found[entry] = int(block), int(memory)
+    return found
+
+
 @magics_class
 class KdaMagics(Magics):
     """The magics of `%load_ext kda_jit.lab`."""
@@ -37,6 +52,12 @@ class KdaMagics(Magics):
         help="such as sm_90a, or all; default: KDA_JIT_ARCH, the GPU's, the first that fits",
     )
     @argument("--schedule", help="build this one alone of those that read FILE")
+    @argument(
+        "--launch",
+        nargs="+",
+        metavar="ENTRY=THREADS,SMEM",
+        help="with --base: how kernels are launched where that changes, too",
+    )
     @argument("--threads", type=int, help="a block has, without --base: for the occupancy")
     @argument("--smem", type=int, default=0, help="bytes of dynamic shared memory, likewise")
     @cell_magic
@@ -65,7 +86,7 @@ class KdaMagics(Magics):
                 base=asked.base,
                 patch=cell if patched else None,
                 schedule=asked.schedule,
-                launch=None if asked.threads is None else (asked.threads, asked.smem),
+                launch=_launch(asked.launch, asked.threads, asked.smem),
                 first_line=_BODY,
             )
             arch = "all" if asked.arch == ["all"] else asked.arch

@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,8 @@ class Variant:
     schedule  the schedule of the cuda backend that it is for; None: every one that reads the file
     origin    the kernels_src that was copied
     tree      the copy with the change. Edits to kernels_src do not reach it
-    launch    threads and bytes of dynamic shared memory for entries that no schedule launches
+    launch    threads and bytes of dynamic shared memory for entries that no schedule launches;
+              those of others that are launched otherwise than shipped are the tree's
     """
 
     name: str
@@ -144,7 +145,7 @@ def variant(
     base: str | None = None,
     patch: str | None = None,
     schedule: str | None = None,
-    launch: tuple[int, int] | None = None,
+    launch: tuple[int, int] | Mapping[str, tuple[int, int]] | None = None,
     first_line: int = 1,
 ) -> Variant:
     """A variant of the kernels in use. Nothing is compiled yet.
@@ -155,7 +156,8 @@ def variant(
     base      the file of kernels_src to change, such as "sm80/kda_prefill.cu"
     patch     instead of a source: blocks of `<<<<`, old lines, `====`, new lines, `>>>>`
     schedule  the schedule to build, check and time; None: those that read the file
-    launch    (threads, bytes of dynamic shared memory) of the kernels of a file of its own
+    launch    (threads, bytes of dynamic shared memory) of the kernels of a file of its own; with a
+              base, by entry, where it is another number than shipped
     first_line  the number of the text's first line, in messages
 
     Raises InputError where the patch does not fit, or a name is none, and inside the block of
@@ -179,19 +181,21 @@ def variant(
         changed = patches.apply(text, blocks, file=f"kernels_src/{file}", cell=cell)
     if base is None and schedule is not None:
         raise InputError(f"schedule: expected None for a file of its own, got {schedule!r}.")
-    if base is not None and launch is not None:
-        raise InputError(
-            f"launch: expected None with a base, got {launch}. What the backend launches is not "
-            "part of kernels_src."
-        )
-    if launch is not None:
-        _check_launch(launch)
-    made = Variant(name, file, text, changed, schedule, origin, _copy(origin), launch)
+    launches = {} if launch is None else _check_launches(launch, base)
+    own = launch if isinstance(launch, tuple) else None
+    copy = _copy(origin, launches)
+    made = Variant(name, file, text, changed, schedule, origin, copy, own)
     (made.tree.folder / file).write_bytes(changed.with_lines.encode())
     if base is not None and schedule not in (None, *made.schedules):
         raise InputError(
             f"schedule: expected one that reads {file} ({', '.join(made.schedules) or 'none'}), "
             f"got {schedule!r}."
+        )
+    entries = {x.entry for name in made.schedules for x in SCHEDULES[name].launches}
+    if absent := launches.keys() - entries:
+        raise InputError(
+            f"launch: expected entries of schedules that read {file} ({', '.join(sorted(entries))}"
+            f"), got {', '.join(sorted(absent))}."
         )
     return made
 
@@ -213,9 +217,25 @@ def _check_schedule(schedule: str | None) -> None:
         raise InputError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}.")
 
 
-def _check_launch(launch: tuple[int, int]) -> None:
+def _check_launches(launch: object, base: str | None) -> Mapping[str, tuple[int, int]]:
+    """By entry; empty for a file of its own, whose kernels are all launched alike."""
+    if base is None:
+        _check_launch(launch)
+        return {}
+    if not isinstance(launch, Mapping):
+        raise InputError(
+            f"launch: expected numbers by entry with a base, such as {{'kda_prepare': (64, 33408)}}"
+            f", got {launch}."
+        )
+    for one in launch.values():
+        _check_launch(one)
+    return launch
+
+
+def _check_launch(launch: object) -> None:
     pair = isinstance(launch, tuple) and [type(number) for number in launch] == [int, int]
-    if not pair or not 1 <= launch[0] <= _MOST_THREADS or launch[1] < 0:
+    threads, smem = launch if isinstance(launch, tuple) and pair else (0, 0)
+    if not 1 <= threads <= _MOST_THREADS or smem < 0:
         raise InputError(
             f"launch: expected 1 to {_MOST_THREADS} threads and bytes of dynamic shared memory, "
             f"got {launch}."
@@ -241,10 +261,10 @@ def _read(origin: Path, file: str) -> str:
     return sources.read(file, folder=origin).text.replace("\r\n", "\n")
 
 
-def _copy(origin: Path) -> SourceTree:
+def _copy(origin: Path, launches: Mapping[str, tuple[int, int]] | None = None) -> SourceTree:
     """A copy of kernels_src, which goes when nobody holds the tree any more."""
     folder = tempfile.mkdtemp(prefix=_FOLDER)
-    tree = SourceTree(folder)
+    tree = SourceTree(folder, launches)
     weakref.finalize(tree, _remove, folder, os.getpid())
     try:
         # An editor's lock file is a link to nowhere.

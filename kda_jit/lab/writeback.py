@@ -8,6 +8,7 @@ from contextvars import Context
 from rich.console import RenderableType
 from rich.text import Text
 
+from kda_jit.backends.cuda import SCHEDULES
 from kda_jit.errors import InputError
 from kda_jit.jit import reload
 
@@ -33,12 +34,14 @@ def adopt(variant: Variant, *, write: bool = True) -> Adopted:
     write  False: only show the diff
 
     Raises InputError where the variant changes nothing, and where the shipped file is no longer
-    what the variant was made from: that change would be lost. Make the variant again then.
+    what the variant was made from: that change would be lost. Make the variant again then. And
+    where the backend launches kernels otherwise than the variant: that is to be changed first.
     """
     if variant.file is None or variant.base is None:
         raise InputError(f"variant: expected one with a base in kernels_src, got {variant!r}.")
     if variant.text == variant.base:
         raise InputError(f"variant: expected one that differs from {variant.file}, got its equal.")
+    _check_launches(variant)
     path = variant.origin / variant.file
     kept = path.read_bytes().decode(errors="replace") if path.is_file() else ""
     now = kept.replace("\r\n", "\n")
@@ -67,3 +70,14 @@ def adopt(variant: Variant, *, write: bool = True) -> Adopted:
     reload()
     Context().run(reload)  # and the usual modules, where this is in a block with others
     return Adopted(variant.diff, f"written: {path}")
+
+
+def _check_launches(variant: Variant) -> None:
+    there = {x.entry: (x.block, x.smem) for s in SCHEDULES.values() for x in s.launches}
+    for entry, (threads, smem) in variant.tree.launches.items():
+        if there[entry] != (threads, smem):
+            raise InputError(
+                f'variant: expected kda_jit/backends/cuda.py to have Launch("{entry}", {threads}, '
+                f"{smem}), as {variant.name} does, got {there[entry][0]}, {there[entry][1]}. "
+                "Change it, start anew, make the variant without launch, and adopt it."
+            )

@@ -42,6 +42,15 @@ def test_a_cell_becomes_a_variant_under_its_name(shell) -> None:
     assert (made.file, made.schedule) == (HEADER, None)
 
 
+def test_a_cell_may_change_how_its_kernels_are_launched(shell) -> None:
+    line = f"%%kda_kernel mine --base {HEADER} --arch sm_80 --launch kda_prepare=96,4096"
+    done = shell.run_cell(f"{line}\n{PATCH.format('kStep')}")
+    assert done.success
+    assert shell.user_ns["mine"].tree.launches == {"kda_prepare": (96, 4096)}
+    rows = {row.entry: row for row in done.result.rows}
+    assert (rows["kda_prepare"].threads, rows["kda_prepare"].smem_dynamic) == (96, 4096)
+
+
 def test_an_error_has_the_line_of_the_cell_and_no_traceback(shell, capsys) -> None:
     cell = f"%%kda_kernel mine --base {HEADER} --arch sm_80\n{PATCH.format('z')}"
     done = shell.run_cell(cell)
@@ -63,7 +72,10 @@ def test_a_patch_that_does_not_fit_has_the_line_of_the_cell(shell, capsys) -> No
 
 
 def test_options_that_make_no_sense_have_no_traceback(shell, capsys) -> None:
-    for line in ('toy "', "toy --nope", "--arch sm_80 toy", "toy --threads 0"):
+    for line in (
+        'toy "', "toy --nope", "--arch sm_80 toy", "toy --threads 0", "toy --launch kda_prepare=96",
+        f"toy --base {HEADER} --whole --launch kda_fused=96,0",
+    ):  # fmt: skip
         done = shell.run_cell(f'%%kda_kernel {line}\nextern "C" __global__ void toy() {{}}\n')
         assert not done.success
         shown = "".join(capsys.readouterr())

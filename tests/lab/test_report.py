@@ -25,6 +25,14 @@ def changed(new: str, name: str = "mine", **more: object) -> lab.Variant:
     return lab.variant(name, base=HEADER, patch=patch, first_line=2, **more)
 
 
+def test_a_kernel_that_is_launched_otherwise_is_shown_so(kernels: Path) -> None:
+    first, second = PORTABLE.launches
+    made = changed("    return x;\n", launch={first.entry: (96, 4096)})
+    rows = {row.entry: row for row in lab.build(made).rows}
+    assert (rows[first.entry].threads, rows[first.entry].smem_dynamic) == (96, 4096)
+    assert rows[second.entry].threads == second.block
+
+
 def test_every_kernel_has_a_row_beside_the_shipped_one(kernels: Path) -> None:
     report = lab.build(changed("    float y[40]; for (auto& e : y) e = x; return y[int(x)];\n"))
     assert report.ok

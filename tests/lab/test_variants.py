@@ -17,6 +17,7 @@ from kda_jit import lab
 from kda_jit.backends.cuda import SCHEDULES
 from kda_jit.errors import InputError
 from kda_jit.jit import sources
+from kda_jit.jit.module import changed_launches
 
 from .conftest import HEADER, HEADER_TEXT, PORTABLE, UNREAD, needs_nvrtc
 
@@ -121,6 +122,27 @@ def test_the_example_of_the_module_compiles() -> None:
     assert lab.build(made, ["sm_80", "sm_90a"]).ok
 
 
+@needs_nvrtc
+def test_another_number_of_stages_takes_another_launch() -> None:
+    """The second example of the module."""
+    smem = int(re.search(r'launch={"kda_recurrence": \(384, (\d+)\)}', lab.__doc__)[1])
+    patch = "<<<<\n{}\n====\n{}\n>>>>\n".format
+    stages = patch("constexpr int kStages = 6;", "constexpr int kStages = 5;")
+    old = "static_assert(sizeof(RecurrenceSmem) == {}, ".format
+    held = "<<<<\n{0}{2}\n====\n{1}{2}\n>>>>\n".format(
+        old(216064), old(smem), '"keep kda_jit/backends/cuda.py in step");'
+    )
+    made = lab.variant(
+        "five_stages",
+        base="sm90/kda_prefill.cu",
+        patch=stages + held,
+        launch={"kda_recurrence": (384, smem)},
+    )
+    report = lab.build(made, "sm_90a")
+    assert report.ok, report
+    assert {row.entry: row.smem_dynamic for row in report.rows}["kda_recurrence"] == smem
+
+
 def test_what_it_loaded_does_not_travel_with_it(changed: lab.Variant) -> None:
     changed.tree.loaded["spec", 0] = threading.Lock()  # no more to be pickled than a module
     copy = pickle.loads(pickle.dumps(changed))
@@ -153,7 +175,18 @@ def test_its_folder_goes_with_it(changed: lab.Variant) -> None:
             r"schedule: expected one that reads common/unread\.cuh \(none\)",
         ),
         ({"name": "x", "source": "", "schedule": "portable"}, r"schedule: expected None"),
-        ({"name": "x", "base": HEADER, "source": "", "launch": (32, 0)}, r"launch: expected None"),
+        (
+            {"name": "x", "base": HEADER, "source": "", "launch": (32, 0)},
+            r"launch: expected numbers by entry with a base",
+        ),
+        (
+            {"name": "x", "base": HEADER, "source": "", "launch": {"kda_fused": (32, 0)}},
+            r"launch: expected entries .* \(kda_prepare, kda_recurrence\), got kda_fused",
+        ),
+        (
+            {"name": "x", "base": HEADER, "source": "", "launch": {"kda_prepare": (0, 0)}},
+            r"launch: expected 1 to 1024 threads",
+        ),
         ({"name": "class", "source": ""}, r"name: expected an identifier .*, got 'class'"),
         ({"name": None, "source": ""}, r"name: expected an identifier .*, got None"),
         ({"name": "x", "source": "", "launch": (0, 0)}, r"launch: expected 1 to 1024 threads"),
@@ -164,6 +197,18 @@ def test_its_folder_goes_with_it(changed: lab.Variant) -> None:
 def test_what_makes_no_sense_is_refused(kernels: Path, arguments: dict, words: str) -> None:
     with pytest.raises(InputError, match=words):
         lab.variant(**arguments)
+
+
+def test_launches_are_part_of_a_variant_and_of_its_copies(kernels: Path) -> None:
+    launch = {"kda_prepare": (96, 4096)}
+    made = lab.variant("x", base=HEADER, patch=PATCH, launch=launch)
+    assert made.tree.launches == launch
+    assert made.launch is None
+    assert pickle.loads(pickle.dumps(made)).tree.launches == launch
+    assert made.before().tree.launches == {}
+    with made.active():
+        assert changed_launches() == launch
+    assert changed_launches() == {}
 
 
 def test_a_file_of_its_own_has_nothing_shipped_beside_it(kernels: Path) -> None:

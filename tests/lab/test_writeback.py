@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kda_jit import lab
+from kda_jit.backends.cuda import SCHEDULES
 from kda_jit.errors import InputError
 from kda_jit.jit import module, use_sources
 
@@ -50,6 +52,21 @@ def test_in_a_block_with_other_sources_it_is_used_there(kernels: Path) -> None:
         before = module.generation()
         lab.adopt(made)
         assert module.generation() is not before
+
+
+def test_where_launches_change_the_backend_changes_first(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = {"kda_prepare": (96, 4096)}
+    made = lab.variant("mine", base=HEADER, patch=PATCH, launch=launch)
+    with pytest.raises(InputError, match=r'cuda.py to have Launch\("kda_prepare", 96, 4096\)'):
+        lab.adopt(made)
+    assert (kernels / HEADER).read_text() == HEADER_TEXT
+    for name, schedule in SCHEDULES.items():
+        launches = tuple(x.changed(launch) for x in schedule.launches)
+        monkeypatch.setitem(SCHEDULES, name, replace(schedule, launches=launches))
+    lab.adopt(made)
+    assert (kernels / HEADER).read_text() == WANT
 
 
 def test_it_is_written_once(mine: lab.Variant) -> None:
