@@ -95,6 +95,23 @@ def why_no_arch(cc: tuple[int, int]) -> str | None:
     return f"no target for compute capability {cc[0]}.{cc[1]}; there are targets for {known}"
 
 
+#: What people call a GPU, and its target; for a message.
+_PRODUCTS = {
+    name: target
+    for target, names in {
+        "sm_80": "a100 a30",
+        "sm_86": "a10 a40 a6000 rtxa6000 rtx3080 rtx3090",
+        "sm_89": "l4 l40 l40s rtx4080 rtx4090",
+        "sm_90a": "h20 h100 h200 gh200 hopper",
+        "sm_100a": "b100 b200 gb200 blackwell",
+        "sm_103a": "b300 gb300",
+        "sm_120a": "rtx5080 rtx5090 rtxpro6000",
+        "sm_121a": "gb10 dgxspark",
+    }.items()
+    for name in names.split()
+}
+
+
 def arch_named(target: str) -> Arch:
     """The Arch of a target's name. Raises InputError, listing the names, for any other."""
     try:
@@ -102,10 +119,14 @@ def arch_named(target: str) -> Arch:
     except KeyError:
         hint = ""
         # Asking for plain sm_90 is the usual slip: it compiles, and lacks wgmma and setmaxnreg.
-        parts = re.fullmatch(r"(?:sm)?_?(\d+)([af]?)", target.lower())
+        asked = target.lower()
+        parts = re.fullmatch(r"(?:sm)?_?(\d+)([af]?)", asked)
         for name in (f"sm_{parts[1]}{parts[2]}", f"sm_{parts[1]}a") if parts else ():
             if name in _BY_TARGET:
                 hint = f" Meant {name}? The suffix is part of the target."
                 break
+        product = re.sub(r"nvidia|geforce|tesla|[\W_]", "", asked)
+        if product in _PRODUCTS:
+            hint = f" That GPU's is {_PRODUCTS[product]}."
         names = ", ".join((*TARGETS, *PTX_TARGETS))
         raise InputError(f"target: expected one of {names}, got {target!r}.{hint}") from None

@@ -94,6 +94,24 @@ def test_target_lists_are_disjoint_and_complete() -> None:
     assert not any(arch.arch_named(name).is_ptx for name in arch.TARGETS)
 
 
+@pytest.mark.parametrize(
+    "name, target",
+    [
+        ("h100", "sm_90a"),
+        ("NVIDIA H200", "sm_90a"),
+        ("RTX 4090", "sm_89"),
+        ("dgx-spark", "sm_121a"),
+    ],
+)
+def test_the_name_of_a_gpu_is_answered_with_its_target(name: str, target: str) -> None:
+    with pytest.raises(InputError, match=rf"got {name!r}\. That GPU's is {target}\."):
+        arch.arch_named(name)
+
+
+def test_every_target_that_is_answered_exists() -> None:
+    assert set(arch._PRODUCTS.values()) <= set(arch.TARGETS)
+
+
 def test_plain_sm_90_is_refused_with_the_right_name() -> None:
     with pytest.raises(InputError, match=r"got 'sm_90'\. Meant sm_90a\?"):
         arch.arch_named("sm_90")
