@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from .errors import KdaError
+from .extras import install
 
 
 def main() -> None:
@@ -15,7 +16,7 @@ def main() -> None:
     except ModuleNotFoundError as missing:
         if missing.name not in {"rich", "typer"}:
             raise
-        sys.exit(f"The command needs {missing.name}: pip install 'kda_jit[cli]'")
+        sys.exit(f"The command needs {missing.name}: {install('cli')}")
     escape_what_cannot_be_shown()
     try:
         app()

@@ -29,6 +29,7 @@ from kda_jit._version import __version__
 from kda_jit.backends.base import Backend, last_launch
 from kda_jit.callfile import Call, write_call
 from kda_jit.errors import InputError, InputTypeError
+from kda_jit.extras import install
 from kda_jit.jit.cache import why_not_writable
 from kda_jit.resolver import ORDER, get_backend
 from kda_jit.snapshot import Snapshot, of_prefill, of_recurrent
@@ -290,7 +291,7 @@ def _ready(folder: Path) -> Path:
     except ImportError:
         raise InputError(
             "capture: expected the package safetensors, which writes the files, got none: "
-            "pip install 'kda_jit[cli]'."
+            f"{install('cli')}."
         ) from None
     if (reason := why_not_writable(folder)) is not None:
         raise InputError(f"folder: expected one that can be written, got {folder} ({reason}).")

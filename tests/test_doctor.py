@@ -21,7 +21,7 @@ pytest.importorskip("rich", reason="the command needs rich")
 
 from typer.testing import CliRunner
 
-from kda_jit import capturing, doctor, settings
+from kda_jit import capturing, doctor, extras, settings
 from kda_jit.cli import app
 from kda_jit.doctor import Facts, judge, probes
 from kda_jit.doctor.facts import (
@@ -83,6 +83,11 @@ CUDA_12 = {
 }
 ANEW_13 = "pip uninstall -y cupy-cuda12x && pip install 'kda_jit[cuda13]'"
 WHEELS = "https://download.pytorch.org/whl/"
+
+
+@pytest.fixture(autouse=True)
+def _from_an_index(monkeypatch, tmp_path):
+    monkeypatch.setattr(extras, "_ROOT", tmp_path)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "kda_jit"
 
 # A module may import from its own layer's earlier modules, its own folder, and every layer above.
 LAYERS = [
-    ["_version", "errors", "settings"],
+    ["_version", "errors", "settings", "extras"],
     ["jit.arch", "jit.sources", "jit.spec"],
     ["jit", "reference", "workspace", "varlen"],
     ["contract", "callfile"],

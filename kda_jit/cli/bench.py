@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from ..errors import InputError, KdaError
+from ..extras import install
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -230,9 +231,7 @@ def _check_plot(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"plot: expected a folder, got the file {folder}.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(
-            "plot: expected matplotlib to draw with, got none: pip install 'kda_jit[demo]'"
-        )
+        raise InputError(f"plot: expected matplotlib to draw with, got none: {install('demo')}")
 
 
 def _plot(found: Run, folder: Path) -> None:

@@ -13,6 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ..errors import BackendNameError, InputError, KdaError
+from ..extras import install
 from .plain import as_json
 
 if TYPE_CHECKING:
@@ -88,9 +89,7 @@ def compare(
         if found is None:
             pass
         elif importlib.util.find_spec("matplotlib") is None:
-            console.print(
-                "no picture: it needs matplotlib (pip install 'kda_jit[demo]')", markup=False
-            )
+            console.print(f"no picture: it needs matplotlib ({install('demo')})", markup=False)
         elif found.along is not None:
             written.append(output / "compare.png")
             draw(found, written[-1])

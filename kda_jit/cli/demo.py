@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..extras import install
 from . import kernels
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ def demo(
         report = work.run(device, heads=heads, seed=seed)
     _show_checks(console, report, f"{tokens} tokens, {heads} heads of {work.HEAD_DIM}, bf16")
     if importlib.util.find_spec("matplotlib") is None:
-        console.print(
-            "\nno picture: it needs matplotlib (pip install 'kda_jit[demo]')", markup=False
-        )
+        console.print(f"\nno picture: it needs matplotlib ({install('demo')})", markup=False)
     else:
         with console.status("drawing ..."):
             work.draw(report, picture)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kda_jit.doctor.facts import Facts, dotted
+from kda_jit.extras import install
 
 #: Since when a driver runs CUDA 13.
 DRIVER_FOR_13 = "580"
@@ -74,7 +75,7 @@ def extra(f: Facts) -> str:
 
 
 def _install(f: Facts, named: str = "") -> str:
-    return f"pip install 'kda_jit[{named or extra(f)}]'"
+    return install(named or extra(f))
 
 
 def _anew(f: Facts) -> str:
@@ -252,7 +253,7 @@ def _triton(f: Facts) -> Iterator[Finding]:
             Level.BROKEN,
             "Triton",
             f"triton {t.version or ''} cannot be imported: {t.error}".replace("  ", " "),
-            "pip uninstall -y triton && pip install 'kda_jit[triton]'",
+            f"pip uninstall -y triton && {install('triton')}",
         )
     elif not f.torch.gpus:
         return

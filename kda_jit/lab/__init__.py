@@ -47,8 +47,10 @@ from typing import TYPE_CHECKING
 try:
     import rich as _rich  # noqa: F401
 except ModuleNotFoundError:
+    from kda_jit.extras import install
+
     raise ModuleNotFoundError(
-        "kda_jit.lab needs the package rich: pip install 'kda_jit[cli]'", name="rich"
+        f"kda_jit.lab needs the package rich: {install('cli')}", name="rich"
     ) from None
 
 from .contest import Bench, bench
