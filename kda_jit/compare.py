@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from math import isfinite
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from .backends.base import last_launch
 from .callfile import Call
+from .capturing import unseen
 from .errors import InputError
-from .replay import exact, fresh, replay, same_bits
+from .replay import as_bytes, exact, fresh, replay, same_bits
 from .testing import (
     Inputs,
     Limit,
@@ -28,7 +29,8 @@ from .testing import (
     worst_block_error,
     worst_state_error,
 )
-from .testing.runner import FEATURES, rounding_limits
+from .testing.numeric import plain_result, state_errors
+from .testing.runner import FEATURES, rounding_limit
 from .testing.verify import PeerRunner, find_subject
 
 #: The name that stands for what the live call wrote, in place of a backend.
@@ -65,7 +67,10 @@ class Off(NamedTuple):
 class Output:
     """One result. a, b: off float64; apart: b off a.
 
-    allowed  for rounding; None where nobody knows, or where infinities and NaN leave no bound
+    allowed   for rounding, of a block; None where nobody knows. Blocks of which plain arithmetic
+              loses more than a tenth have limits of their own
+    excess_a, excess_b  the largest error of a block by what it is allowed; more than 1 is wrong
+    unjudged  blocks where infinities and NaN leave no bound
     """
 
     name: str
@@ -74,6 +79,9 @@ class Output:
     apart: Off
     same_bits: bool
     allowed: float | None
+    excess_a: float = 0.0
+    excess_b: float = 0.0
+    unjudged: int = 0
 
     @property
     def nearer(self) -> str | None:
@@ -85,7 +93,7 @@ class Output:
 
     @property
     def passed(self) -> bool:
-        return self.allowed is None or max(self.a.worst, self.b.worst) <= self.allowed
+        return max(self.excess_a, self.excess_b) <= 1
 
 
 @dataclass(frozen=True)
@@ -132,18 +140,22 @@ def compare(call: Call, a: str, b: str, *, flashkda: Path | None = None) -> Comp
     Raises what the function that is called raises, and InputError where there is nothing captured,
     or where that call cannot be made that way.
     """
-    sides = _side(call, a, flashkda), _side(call, b, flashkda)
-    want = exact(call)
+    # First, since it also checks the call, and a function may write into what it is given.
+    with unseen():
+        want = exact(call)
+        judges = _judges(call, want)
+        sides = _side(call, a, flashkda), _side(call, b, flashkda)
     for side in sides:
         _check_results(side, want)
-    limits = _limits(call)
-    outputs = tuple(_output(call, name, *sides, want[name], limits.get(name)) for name in want)
+    outputs = tuple(_output(call, name, *sides, want[name], judges.get(name)) for name in want)
     return Comparison(call, *sides, outputs, _along(call, *sides, want["out"]))
 
 
 def _side(call: Call, name: str, flashkda: Path | None) -> Side:
     if ":" in name:
-        return Side(name, {"backend": name}, _by_others(call, name, flashkda))
+        results, written = _by_others(call, name, flashkda)
+        ran = {"backend": name} | ({"wrote into": ", ".join(written)} if written else {})
+        return Side(name, ran, results)
     if name != CAPTURED:
         results = replay(call, name)
         launch = last_launch()
@@ -159,19 +171,25 @@ def _side(call: Call, name: str, flashkda: Path | None) -> Side:
     return Side(name, {k: call.facts[k] for k in keys if k in call.facts}, call.results)
 
 
-def _by_others(call: Call, name: str, flashkda: Path | None) -> dict[str, Tensor]:
-    """The results of a prefill by a peer or a function."""
+def _by_others(call: Call, name: str, flashkda: Path | None) -> tuple[dict[str, Tensor], list[str]]:
+    """The results of a prefill by a peer or a function, and inputs that it wrote into."""
     if call.function != "prefill":
         raise InputError(f"{name}: expected a call of prefill, got one of {call.function}.")
     subject = find_subject(name, call.arguments["q"].device, flashkda=flashkda)
-    given = fresh(call)
-    inputs = _inputs(call)
+    # Copies: what it writes into them is its own affair.
+    own = replace(
+        call,
+        arguments={n: x.clone() if isinstance(x, Tensor) else x for n, x in call.arguments.items()},
+    )
+    given = fresh(own)
+    inputs = _inputs(own)
     if isinstance(subject, PeerRunner):
-        got = inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]
-        if got != (subject.dtype, subject.head_dim, subject.head_dim):
+        sizes = inputs.q.shape[-1], inputs.v.shape[-1]
+        dtypes = {getattr(inputs, n).dtype for n in _POSITIONAL}
+        if dtypes != {subject.dtype} or sizes != (subject.head_dim, subject.head_dim):
             raise InputError(
-                f"{name}: expected {subject.dtype} and K = V = {subject.head_dim}, got {got[0]}, "
-                f"K = {got[1]}, V = {got[2]}."
+                f"{name}: expected {subject.dtype} and K = V = {subject.head_dim}, got "
+                f"{', '.join(sorted(map(str, dtypes)))}, K = {sizes[0]}, V = {sizes[1]}."
             )
     for feature in _features(call):
         if reason := subject.lacks.get(feature):
@@ -180,14 +198,48 @@ def _by_others(call: Call, name: str, flashkda: Path | None) -> dict[str, Tensor
     further = {n: x for n, x in given.items() if n not in inputs.kwargs and n not in _POSITIONAL}
     if "state_indices" in given:
         further["initial_state"] = given["initial_state"]
+    else:
+        further.pop("has_initial_state", None)  # the states that it clears are cleared already
     try:
-        out, state = subject.prefill(inputs, **further)
+        with torch.no_grad():
+            result = subject.prefill(inputs, **further)
     except NotImplementedError as error:
         raise InputError(
             f"{name}: expected a call that it can make, got one it refuses: {error}."
         ) from None
+    except SystemExit as error:
+        raise InputError(f"{name}: expected results, got SystemExit: {error}.") from None
+    out, state = _two_tensors(name, result, call.arguments["q"].device)
     found = {"out": out, "final_state": state}
-    return found | {n: given[n] for n in ("checkpoint_state",) if n in given}
+    found |= {n: given[n] for n in ("checkpoint_state",) if n in given}
+    written = [
+        n for n, x in call.arguments.items()
+        if isinstance(x, Tensor) and n not in ("initial_state", "checkpoint_state")
+        and not torch.equal(as_bytes(x), as_bytes(own.arguments[n]))
+    ]  # fmt: skip
+    # Copies: a function may give the same memory again next time.
+    return {n: x.detach().clone() for n, x in found.items()}, written
+
+
+def _two_tensors(name: str, result: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    words = type(result).__name__
+    if isinstance(result, tuple | list):
+        parts = [
+            f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+            for x in result
+        ]
+        words = f"({', '.join(parts)})"
+        if len(result) == 2 and all(
+            isinstance(x, Tensor)
+            and x.is_floating_point()
+            and x.layout is torch.strided
+            and x.device == device
+            for x in result
+        ):
+            return result[0], result[1]
+    raise InputError(
+        f"{name}: expected (out, final_state), two dense floating tensors on {device}, got {words}."
+    )
 
 
 _POSITIONAL = ("q", "k", "v", "g", "beta")
@@ -203,7 +255,7 @@ def _features(call: Call) -> list[str]:
         "unbounded": given.get("lower_bound", -5.0) is None,
         "bf16_state": torch.bfloat16 in (call.state_dtype, None if state is None else state.dtype),
         "padding": ends is not None and int(ends[-1]) < given["q"].shape[1],
-        "pool": "state_indices" in given or "has_initial_state" in given,
+        "pool": "state_indices" in given,
         "checkpoint": "checkpoint_state" in given,
     }
     return [feature for feature, does in asked.items() if does]
@@ -215,16 +267,47 @@ def _check_results(side: Side, want: dict[str, Tensor]) -> None:
         raise InputError(f"{side.name}: expected results {shapes[1]}, got {shapes[0]}.")
 
 
-def _output(call: Call, name: str, a: Side, b: Side, want: Tensor, limit: Limit | None) -> Output:
+class Judge(NamedTuple):
+    """limit: of a result's blocks; allowed: of each, inf where there is no bound, None: limit."""
+
+    limit: Limit
+    allowed: Tensor | None
+
+
+def _output(call: Call, name: str, a: Side, b: Side, want: Tensor, judge: Judge | None) -> Output:
     x, y = a.results[name], b.results[name]
-    return Output(
+    found = Output(
         name,
         _off(call, name, x, want),
         _off(call, name, y, want),
         _off(call, name, y, x),
         same_bits(call, name, x, y),
-        None if limit is None or not isfinite(limit.allowed) else limit.allowed,
+        None,
     )
+    if judge is None:
+        return found
+    errors = [_blocks(call, name, side, want) for side in (x, y)]
+    allowed = judge.allowed
+    if allowed is None:
+        known = want[_rows(call, name)].isfinite().flatten(2).all(2).flatten()
+        allowed = torch.where(known, judge.limit.allowed, inf)
+    if not allowed.isfinite().any():
+        return replace(found, unjudged=allowed.numel())
+    over = [torch.where(allowed.isfinite(), e / allowed, 0.0).max().item() for e in errors]
+    unjudged = int((~allowed.isfinite()).sum())
+    return replace(
+        found, allowed=judge.limit.allowed, excess_a=over[0], excess_b=over[1], unjudged=unjudged
+    )
+
+
+def _blocks(call: Call, name: str, got: Tensor, want: Tensor) -> Tensor:
+    """The error of each block, in a row; none where the call has no token, or writes no state."""
+    got, want = _settled(got.double(), want.double())
+    if name == "out":
+        found = block_errors(got, want, call.arguments.get("cu_seqlens"), CHUNK)
+        return torch.cat([x.flatten() for x in found]) if found else got.new_zeros(0)
+    rows = _rows(call, name)
+    return state_errors(got[rows], want[rows]).flatten()
 
 
 def _off(call: Call, name: str, got: Tensor, want: Tensor) -> Off:
@@ -269,23 +352,50 @@ def _rows(call: Call, name: str) -> list[int]:
     return [slot for slot in indices.unique().tolist() if 0 <= slot < size]
 
 
-def _limits(call: Call) -> dict[str, Limit]:
-    """What rounding explains, of a prefill's results: see `rounding_limits`."""
+#: Of blocks of which plain arithmetic loses more than this, hardly anything is left: an output
+#: where q is nearly orthogonal to all keys. Those are judged by themselves, and by a larger factor,
+#: since two roundings of nothing have nothing to do with each other.
+ILL = 0.1
+ILL_FACTOR = 8.0
+
+
+def _judges(call: Call, want: dict[str, Tensor]) -> dict[str, Judge]:
+    """What rounding explains, of a prefill's results: see `rounding_limit`."""
     if call.function != "prefill":
         return {}
     given, x = call.arguments, _inputs(call)
-    wide = x.q.dtype in (torch.float32, torch.float64)
-    out, state = rounding_limits(x, torch.float32 if wide else None)
-    # In bf16 it is rounded once more when it is stored, by half of 2**-7 at most.
-    stored = replace(state, slack=state.slack + 2.0**-8)
+    operands = torch.float32 if x.q.dtype in (torch.float32, torch.float64) else None
+    plain = plain_result(x, operands or torch.bfloat16)
+    found = {"out": _judge(_blocks(call, "out", plain.out, want["out"]), operands)}
+    exactly = x.reference().final_state
+    state = _judge(state_errors(plain.final_state, exactly).flatten(), operands)
     states = {"final_state": call.state_dtype}
     if "state_indices" in given:
         states["final_state"] = given["initial_state"].dtype
     if "checkpoint_state" in given:
         states["checkpoint_state"] = given["checkpoint_state"].dtype
-    return {"out": out} | {
-        name: stored if dtype is torch.bfloat16 else state for name, dtype in states.items()
-    }
+    for name, dtype in states.items():
+        # In bf16 it is rounded once more when it is stored, by half of 2**-7 at most.
+        more = 2.0**-8 if dtype is torch.bfloat16 else 0.0
+        limit = replace(state.limit, slack=state.limit.slack + more)
+        each = None if state.allowed is None else state.allowed + more
+        # In a pool states stand in another order; a checkpoint is of another time.
+        same = name == "final_state" and "state_indices" not in given
+        found[name] = Judge(limit, each if same else None)
+    return found
+
+
+def _judge(losses: Tensor, operands: torch.dtype | None) -> Judge:
+    """By what plain arithmetic loses of each block."""
+    well = losses[losses <= ILL]
+    finite = losses[losses.isfinite()]
+    typical = well if well.numel() else finite
+    limit = rounding_limit(typical.max().item() if typical.numel() else inf, operands)
+    allowed = torch.full_like(losses, limit.allowed)
+    if well.numel():
+        ill = losses > ILL
+        allowed = torch.where(ill, ILL_FACTOR * losses + limit.slack, allowed)
+    return Judge(limit, torch.where(losses.isfinite(), allowed, inf))
 
 
 def _inputs(call: Call) -> Inputs:
@@ -349,6 +459,8 @@ def as_json(c: Comparison) -> dict[str, Any]:
                 **{side: getattr(o, side)._asdict() for side in ("a", "b", "apart")},
                 "same_bits": o.same_bits,
                 "allowed": o.allowed,
+                "excess": {"a": o.excess_a, "b": o.excess_b},
+                "unjudged": o.unjudged,
                 "nearer": o.nearer,
             }
             for o in c.outputs

@@ -56,10 +56,10 @@ def same_bits(call: Call, name: str, a: Tensor, b: Tensor) -> bool:
     ends = call.arguments.get("cu_seqlens")
     if name == "out" and ends is not None:
         a, b = (x[:, : int(ends[-1])] for x in (a, b))
-    return a.dtype is b.dtype and torch.equal(*(_bytes(x) for x in (a, b)))
+    return a.dtype is b.dtype and torch.equal(*(as_bytes(x) for x in (a, b)))
 
 
-def _bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 

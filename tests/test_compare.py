@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -21,7 +22,8 @@ from kda_jit.backends.torch import TorchBackend
 from kda_jit.callfile import Call, read_call, write_call
 from kda_jit.cli import app
 from kda_jit.compare import CAPTURED, _initial_states, as_json, compare
-from kda_jit.errors import BackendNameError, InputError
+from kda_jit.errors import BackendNameError, DeviceError, InputError
+from kda_jit.replay import as_bytes
 from kda_jit.testing import Case
 from kda_jit.testing.verify import PeerRunner
 
@@ -202,6 +204,39 @@ def plain(
         raise NotImplementedError("it has no batches")
     return right(**locals())
 
+def spoils(q, k, v, g, beta, **kwargs):
+    v.mul_(5)
+    return right(q, k, v, g, beta, **kwargs)
+
+buffers = []
+
+def shared(q, k, v, g, beta, **kwargs):
+    found = right(q, k, v, g, beta, **kwargs)
+    if not buffers:
+        buffers.extend(x.clone() for x in found)
+    return tuple(b.copy_(x) for b, x in zip(buffers, found))
+
+def shared_twice(q, k, v, g, beta, **kwargs):
+    return tuple(x.mul_(2) for x in shared(q, k, v, g, beta, **kwargs))
+
+def none(*args, **kwargs):
+    pass
+
+def three(*args, **kwargs):
+    return (*right(*args, **kwargs), 3)
+
+def numbers(*args, **kwargs):
+    out, state = right(*args, **kwargs)
+    return out.int(), state
+
+def leaves(*args, **kwargs):
+    raise SystemExit(0)
+
+def sometimes(q, k, v, g, beta, **kwargs):
+    if "state_indices" in kwargs:
+        raise RuntimeError("out of memory")
+    return right(q, k, v, g, beta, **kwargs)
+
 def transposed(q, k, v, g, beta, **kwargs):
     out, state = right(q, k, v, g, beta, **kwargs)
     return out, state[:, :1]
@@ -245,9 +280,96 @@ def test_what_a_function_cannot_do_is_said(live, pooled, tmp_path):
         compare(call, "my_kernels:absent", "torch")
     with pytest.raises(InputError, match="device: expected a CUDA GPU for 'peer:flashkda'"):
         compare(call, "torch", "peer:flashkda")
-    step = Call("recurrent", call.arguments)
+    with kda_jit.capture(tmp_path / "steps") as recorder:
+        x = Case(seed=7, lengths=(3, 2), heads=H).tensors(head_dim=D)
+        kda_jit.recurrent(
+            *x.args,
+            A_log=x.A_log,
+            dt_bias=x.dt_bias,
+            cu_seqlens=x.cu_seqlens,
+            state_pool=torch.randn(20, H, D, D),
+            state_indices=torch.tensor([[11, 3, 5], [19, 8, -1]]),
+            backend="torch",
+        )
     with pytest.raises(InputError, match="expected a call of prefill, got one of recurrent"):
-        compare(step, "my_kernels:right", "torch")
+        compare(read_call(recorder.files[0], "cpu"), "my_kernels:right", "torch")
+
+
+@pytest.mark.usefixtures("mine")
+def test_what_a_function_does_to_its_inputs_and_results_is_its_own_affair(live):
+    call = read_call(live, "cpu")
+    before = {n: x.clone() for n, x in call.arguments.items() if isinstance(x, torch.Tensor)}
+    for pair in (("my_kernels:spoils", "torch"), ("torch", "my_kernels:spoils")):
+        found = compare(call, *pair)
+        own = "a" if pair[0] != "torch" else "b"
+        assert [getattr(o, f"excess_{own}") > 1 for o in found.outputs] == [True, True]
+        assert not any(getattr(o, f"excess_{'ab'[own == 'a']}") > 1 for o in found.outputs)
+        assert getattr(found, own).ran["wrote into"] == "v"
+    assert all(torch.equal(as_bytes(x), as_bytes(call.arguments[n])) for n, x in before.items())
+    found = compare(call, "my_kernels:shared_twice", "my_kernels:shared")
+    assert [o.excess_a > 1 for o in found.outputs] == [True, True]
+    assert [o.excess_b > 1 for o in found.outputs] == [False, False]
+    assert not any(o.same_bits for o in found.outputs)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("none", "got NoneType"),
+        ("three", r"got \(torch.bfloat16 on cpu, torch.float32 on cpu, int\)"),
+        ("numbers", r"got \(torch.int32 on cpu, torch.float32 on cpu\)"),
+        ("leaves", "results, got SystemExit: 0"),
+    ],
+)
+def test_results_of_another_kind_are_a_sentence(live, name, words):
+    with pytest.raises(InputError, match=f"my_kernels:{name}: expected .*{words}"):
+        compare(read_call(live, "cpu"), "torch", f"my_kernels:{name}")
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize("name", ["breaks:f", "exits:f", ".my_kernels:right", "my_kernels:"])
+def test_whatever_an_import_does_is_a_sentence(live, tmp_path, name):
+    (tmp_path / "breaks.py").write_text("raise RuntimeError('no GPU')")
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)")
+    with pytest.raises(InputError, match=f"expected module:function, got '{re.escape(name)}'"):
+        compare(read_call(live, "cpu"), "torch", name)
+
+
+def test_short_sequences_do_not_excuse_a_long_one():
+    """Of a single token whose q is orthogonal to its k rounding leaves nothing."""
+    generator = torch.Generator().manual_seed(0)
+    r = lambda *shape: torch.randn(*shape, generator=generator).to(BF16)  # noqa: E731
+    T, N = 300, 200
+    x = r(1, T, 4, 32)
+    ends = torch.cat([torch.arange(N + 1), torch.tensor([T])]).int()
+    arguments = {"q": x, "k": r(1, T, 4, 32), "v": r(1, T, 4, 32), "g": r(1, T, 4, 32)}
+    arguments |= {"beta": r(1, T, 4), "A_log": torch.zeros(4), "dt_bias": torch.zeros(128)}
+    out, state = kda_jit.prefill(**arguments, cu_seqlens=ends, backend="torch")
+    call = Call("prefill", arguments | {"cu_seqlens": ends}, {"out": out, "final_state": state})
+    found = compare(call, CAPTURED, "torch").outputs[0]
+    assert found.passed and found.allowed < 0.3
+    out[:, N:] *= -1
+    found = compare(call, CAPTURED, "torch").outputs[0]
+    assert found.excess_a > 5 and found.excess_b < 1
+
+
+def test_a_sequence_with_nan_excuses_no_other(live):
+    call = read_call(live, "cpu")
+    call.arguments["v"][0, 16, 0] = torch.nan
+    found = compare(call, "torch", "torch")
+    assert found.passed and found.outputs[0].unjudged > 0
+    call.results["out"][0, 16:100, 0] = torch.nan
+    call.results["final_state"][0, 0] = torch.nan
+    assert compare(call, CAPTURED, "torch").outputs[0].excess_a < 1
+    call.results["out"][0, 100:, 1] *= 2.0
+    assert compare(call, CAPTURED, "torch").outputs[0].excess_a > 10
+
+
+def test_replays_are_captured_nowhere(live, tmp_path, monkeypatch):
+    with kda_jit.capture(tmp_path / "more") as recorder:
+        compare(read_call(live, "cpu"), "torch", "torch")
+    assert recorder.files == []
 
 
 def test_a_peer_is_asked_for_what_it_has_alone(live, monkeypatch):
@@ -325,7 +447,8 @@ def test_where_nan_leaves_no_bound_nothing_is_judged(live, tmp_path):
     call.arguments["v"][0, 16, 0] = torch.nan
     write_call(tmp_path / "nan.safetensors", Call(call.function, call.arguments))
     text = run("torch", "auto", tmp_path / "nan.safetensors", "-o", tmp_path, "--device", "cpu")
-    assert "final_state: the same bits; not judged\n" in text
+    assert "final_state: the same bits; rounding explains " in text
+    assert "; 1 blocks without a bound not judged\n" in text
 
 
 @pytest.mark.parametrize(
@@ -444,15 +567,21 @@ def test_a_folder_is_a_line_a_call_the_worst_last(live, pooled, tmp_path, monkey
         "later/b.safetensors",
     }
     assert lines[2][3] == "A"
-    assert lines[2][4].startswith("c.safetensors: out, sequence ")
+    assert lines[2][4].startswith("TOO FAR     c.safetensors: out, sequence ")
     assert "3 calls: A nearer to float64 in 1, B in 0, alike in 2" in text
-    assert "further than rounding explains in 1; not made: 0" in text
+    assert "further than rounding explains in 1; not judged, or in part: 0; not made: 0" in text
     found = json.loads((tmp_path / "new" / "compare.json").read_text())
     assert [c["file"] for c in found["calls"]][-1] == "c.safetensors"
     assert found["passed"] is False
     assert (tmp_path / "new" / "compare.png").exists()
     (calls / "c.safetensors").unlink()
     run("torch", "captured", calls, "--device", "cpu")
+
+    text = run("torch", "my_kernels:sometimes", calls, "--device", "cpu", code=1)
+    assert "later/b.safetensors: RuntimeError: out of memory" in text
+    assert "a.safetensors: " in text
+    with pytest.raises(DeviceError, match="device: expected one that torch can use, got bogus"):
+        run("torch", "captured", calls, "--device", "bogus")
 
     (calls / "bad.safetensors").write_bytes(b"no")
     text = run("torch", "captured", calls, "--device", "cpu", code=1)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ..errors import BackendNameError, InputError, KdaError
+from ..errors import BackendNameError, DeviceError, InputError
 from ..extras import install
 from .plain import as_json
 
@@ -63,8 +64,15 @@ def compare(
 
     if output is not None and (why_not := why_not_writable(output)) is not None:
         raise InputError(f"output: expected a folder to write to, got {output} ({why_not}).")
-    console = Console()
+    # Into a file or a pipe nothing is cut: it is searched there.
+    console = Console() if sys.stdout.isatty() else Console(width=200)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    try:
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        words = f"device: expected one that torch can use, got {place}: {error}"
+        raise DeviceError(words) from None
 
     def make(file: Path) -> Comparison:
         try:
@@ -86,6 +94,7 @@ def compare(
     if output is not None:
         written = [output / "compare.json"]
         written[0].write_text(as_json(facts) + "\n")
+        (output / "compare.png").unlink(missing_ok=True)  # of another comparison
         if found is None:
             pass
         elif importlib.util.find_spec("matplotlib") is None:
@@ -105,63 +114,90 @@ _OTHERS = (
 )
 
 
+class _Line(NamedTuple):
+    """What is kept of a call of a folder: not its tensors."""
+
+    file: str
+    worse: tuple[bool, float, float]  # wrong ones last, then by how much is allowed, then by error
+    words: tuple[str, ...]
+    nearer: str | None
+    passed: bool
+    unjudged: bool
+    facts: dict[str, Any]
+
+
+def _line(file: str, c: Comparison) -> _Line:
+    from .. import compare as work
+
+    o = max(c.outputs, key=_worse)
+    off = o.a if _number(o.a.worst) > _number(o.b.worst) else o.b
+    near = "equal" if o.same_bits else {"a": "A", "b": "B", None: "alike"}[o.nearer]
+    numbers = (f"{x.worst:.1e}" for x in (o.a, o.b, o.apart))
+    judged = "" if c.passed else "TOO FAR"
+    if all(x.allowed is None for x in c.outputs):
+        judged = "not judged"
+    words = (*numbers, near, judged, f"{file}: {o.name}, {off.place}")
+    unjudged = any(x.allowed is None or x.unjudged for x in c.outputs)
+    return _Line(file, _worse(o), words, o.nearer, c.passed, unjudged, work.as_json(c))
+
+
+def _worse(o: Output) -> tuple[bool, float, float]:
+    over = max(o.excess_a, o.excess_b)
+    return not o.passed, over, max(_number(o.a.worst), _number(o.b.worst))
+
+
+def _number(x: float) -> float:
+    """NaN is worse than anything."""
+    return x if x == x else float("inf")
+
+
 def _compare_all(
     console: Console, folder: Path, make: Callable[[Path], Comparison]
 ) -> tuple[Comparison | None, dict[str, Any], bool]:
     """A line a file, the worst last: that one, all of them for json, and whether all is well."""
-    from .. import compare as work
-
     files = sorted(folder.rglob("*.safetensors"))
     if not files:
         raise InputError(f"inputs: expected a folder with *.safetensors, got {folder}.")
-    made: list[tuple[Path, Comparison]] = []
-    failed: list[tuple[Path, KdaError]] = []
+    made: list[_Line] = []
+    failed: list[tuple[str, str]] = []
+    worst: Comparison | None = None
     for file in track(files, "comparing", console=Console(stderr=True), transient=True):
+        name = str(file.relative_to(folder))
         try:
-            made.append((file, make(file)))
-        except BackendNameError:
-            raise  # a word that is nobody's name is none in any file
-        except KdaError as error:
-            failed.append((file, error))
-    made.sort(key=lambda x: _worst(x[1]))
+            found = make(file)
+        except (BackendNameError, DeviceError):
+            raise  # what is asked for is there for no file
+        except Exception as error:  # a kernel may raise anything, and says nothing of the others
+            failed.append((name, f"{type(error).__name__}: {error}"))
+            continue
+        made.append(_line(name, found))
+        if made[-1].worse >= max(line.worse for line in made):
+            worst = found
+    made.sort(key=lambda line: line.worse)
 
     def show(*words: str) -> None:  # whole lines, however narrow the terminal: they are searched
-        line = "{:>11}  {:>11}  {:>7}  {:>6}  {}".format(*words)
+        line = "{:>11}  {:>11}  {:>7}  {:>6}  {:<10}  {}".format(*words)
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     if made:
-        show("A - float64", "B - float64", "B - A", "nearer", "file: worst at")
-    nearer = {"a": 0, "b": 0, None: 0}
-    for file, c in made:
-        o = max(c.outputs, key=_worst_of)
-        nearer[o.nearer] += 1
-        mark = "equal" if o.same_bits else {"a": "A", "b": "B", None: "alike"}[o.nearer]
-        numbers = [f"{off.worst:.1e}" for off in (o.a, o.b, o.apart)]
-        place = (o.a if o.a.worst > o.b.worst else o.b).place
-        show(*numbers, mark, f"{file.relative_to(folder)}: {o.name}, {place}")
-    for file, why in failed:
-        line = f"{file.relative_to(folder)}: {type(why).__name__}: {why}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    wrong = [file for file, c in made if not c.passed]
+        show("A - float64", "B - float64", "B - A", "nearer", "", "file: worst at")
+    for line in made:
+        show(*line.words)
+    for name, why in failed:
+        console.print(f"{name}: {why}", markup=False, highlight=False, soft_wrap=True)
+    nearer = [line.nearer for line in made]
+    wrong = sum(not line.passed for line in made)
     console.print(
-        f"\n{len(files)} calls: A nearer to float64 in {nearer['a']}, B in {nearer['b']}, alike in "
-        f"{nearer[None]}; further than rounding explains in {len(wrong)}; not made: {len(failed)}",
+        f"\n{len(files)} calls: A nearer to float64 in {nearer.count('a')}, B in "
+        f"{nearer.count('b')}, alike in {nearer.count(None)}; further than rounding explains in "
+        f"{wrong}; not judged, or in part: {sum(line.unjudged for line in made)}; not made: "
+        f"{len(failed)}",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
+    calls = [{"file": line.file, **line.facts} for line in made]
+    calls += [{"file": name, "error": why} for name, why in failed]
     passed = not wrong and not failed
-    calls = [{"file": str(file.relative_to(folder)), **work.as_json(c)} for file, c in made]
-    calls += [{"file": str(f.relative_to(folder)), "error": str(why)} for f, why in failed]
-    return (made[-1][1] if made else None), {"passed": passed, "calls": calls}, passed
-
-
-def _worst_of(o: Output) -> float:
-    """NaN is worse than anything."""
-    worst = max(o.a.worst, o.b.worst)
-    return worst if worst == worst else float("inf")
-
-
-def _worst(c: Comparison) -> float:
-    return max(map(_worst_of, c.outputs))
+    return worst, {"passed": passed, "calls": calls}, passed
 
 
 def _show(console: Console, c: Comparison) -> None:
@@ -196,7 +232,13 @@ def _verdict(o: Output, a: Side, b: Side) -> str:
         words = "alike in their distance from float64"
     else:
         words = f"{names[o.nearer]} is nearer to float64"
-    far = [names[s] for s in names if o.allowed is not None and getattr(o, s).worst > o.allowed]
+    far = [
+        name
+        for name, over in zip(names.values(), (o.excess_a, o.excess_b), strict=True)
+        if over > 1
+    ]
     limit = "not judged" if o.allowed is None else f"rounding explains {o.allowed:.1e}"
     wrong = f", exceeded by {' and '.join(far)}" if far else ""
+    if o.unjudged and o.allowed is not None:
+        wrong += f"; {o.unjudged} blocks without a bound not judged"
     return f"{o.name}: {words}; {limit}{wrong}"

@@ -139,13 +139,19 @@ def error_along(got: Tensor, want: Tensor, stretch: int = 16) -> tuple[list[int]
     return points, (torch.stack(stretches) / want.square().mean().sqrt()).cpu()
 
 
+def state_errors(got: Tensor, want: Tensor) -> Tensor:
+    """Of states [N, HV, V, K], the relative RMS errors [N, HV]."""
+    want = want.double()
+    return _ratio((got.double() - want).square().sum((2, 3)), want.square().sum((2, 3))).sqrt()
+
+
 def worst_state_error(got: Tensor, want: Tensor) -> Worst:
     """States [N, HV, V, K] by (sequence, head)."""
     want = want.double()
     diff = got.double() - want
     if not diff.numel():
         return Worst(0.0, -1, -1, -1, ())
-    ratio = _ratio(diff.square().sum((2, 3)), want.square().sum((2, 3))).sqrt()
+    ratio = state_errors(got, want)
     n, head = _argmax(ratio)
     return Worst(ratio[n, head].item(), n, head, -1, (n, head, *_argmax(diff[n, head])))
 
@@ -196,12 +202,17 @@ def plain_loss(
     `want` is the recurrence over the same inputs, where it is known already.
     """
     want = inputs.reference() if want is None else want
-    plain = chunk_kda(*inputs.args, **inputs.kwargs, operands=operands)
-    out = plain.out.to(operands)
+    plain = plain_result(inputs, operands)
     return PlainLoss(
-        worst_block_error(out, want.out, inputs.cu_seqlens, chunk).error,
+        worst_block_error(plain.out, want.out, inputs.cu_seqlens, chunk).error,
         worst_state_error(plain.final_state, want.final_state).error,
     )
+
+
+def plain_result(inputs: Inputs, operands: torch.dtype = torch.bfloat16) -> RecurrentResult:
+    """What the chunked form gives when only its operands and its output are rounded."""
+    plain = chunk_kda(*inputs.args, **inputs.kwargs, operands=operands)
+    return plain._replace(out=plain.out.to(operands))
 
 
 def _ratio(error: Tensor, power: Tensor) -> Tensor:

@@ -167,7 +167,10 @@ class Function:
     @cached_property
     def _named(self) -> frozenset[str] | None:
         """Parameters of the function; None where it takes any."""
-        parameters = inspect.signature(self.function).parameters
+        try:
+            parameters = inspect.signature(self.function).parameters
+        except (TypeError, ValueError):  # written in another language
+            return None
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return None
         return frozenset(parameters)
@@ -197,8 +200,7 @@ class Function:
                 raise NotImplementedError(f"{self.name} has no argument {', '.join(unknown)}")
             arguments = {n: x for n, x in arguments.items() if n in self._named}
         with torch.no_grad():
-            out, state = self.function(*inputs.args, **arguments, **self.options)
-        return out, state
+            return self.function(*inputs.args, **arguments, **self.options)
 
     def limits(self, inputs: Inputs, want: RecurrentResult | None = None) -> tuple[Limit, Limit]:
         wide = self.dtype in (torch.float32, torch.float64)
@@ -212,13 +214,15 @@ def rounding_limits(
 
     operands  torch.float32, or None for bf16
     """
+    loss = plain_loss(inputs, want, operands=operands or torch.bfloat16)
+    return rounding_limit(loss.out, operands), rounding_limit(loss.state, operands)
+
+
+def rounding_limit(loss: float, operands: torch.dtype | None) -> Limit:
+    """Where the chunked form loses so much."""
     if operands is torch.float32:
-        loss = plain_loss(inputs, want, operands=torch.float32)
-        factor, slack, label = 8.0, 2e-6, "plain float32 operands"
-    else:
-        loss = plain_loss(inputs, want)
-        factor, slack, label = 2.0, 4e-4, "plain torch bf16"
-    return Limit(loss.out, factor, slack, label), Limit(loss.state, factor, slack, label)
+        return Limit(loss, 8.0, 2e-6, "plain float32 operands")
+    return Limit(loss)
 
 
 def why_not(name: str, device: torch.device) -> str | None:

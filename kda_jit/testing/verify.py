@@ -152,8 +152,9 @@ def import_function(name: str) -> Callable[..., Any]:
         found = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"backend: expected module:function, got {name!r}: {error}.") from None
+    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
+        words = f"{error}" if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise InputError(f"backend: expected module:function, got {name!r}: {words}.") from error
     if not callable(found):
         raise InputError(f"backend: expected a function, {name!r} is a {type(found).__name__}.")
     function: Callable[..., Any] = found
