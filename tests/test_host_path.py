@@ -385,7 +385,9 @@ def test_auto_does_without_a_pipeline_where_its_ctas_cannot_start_together(machi
 
 
 def test_sources_of_ones_own_may_be_launched_otherwise(machine, tmp_path):
-    tree = module.SourceTree(tmp_path, {"kda_recurrence_single": (640, 99)})
+    tree = module.SourceTree(
+        tmp_path, {("sm90/kda_prefill.cu", "kda_recurrence_single"): (640, 99)}
+    )
     arguments = call(T=64)
 
     def launched():

@@ -34,6 +34,7 @@ def test_what_is_taken_is_within_5_percent_of_the_fastest(row):
         (50, 50 * 255, 1, 132, "hopper_single"),
         (66, 66 * 256, 1, 132, "hopper_single"),  # eight chunks a cluster
         (66, 66 * 512, 1, 132, "fused"),
+        (1, 8192, 8, 1, "hopper"),  # no pair of SMs
         (1, 255, 66, 132, "hopper_single"),
         (1, 255, 67, 132, "hopper"),
         (2, 510, 37, 132, "hopper_single"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
-from collections.abc import Mapping
 from ctypes import Array, addressof, c_char, create_string_buffer, memmove
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +25,7 @@ from kda_jit.errors import InputError
 from kda_jit.jit import KernelSpec, arch_for, arch_named, load, tensor_map
 from kda_jit.jit.driver import driver
 from kda_jit.jit.launch import Kernel, TogetherError
-from kda_jit.jit.module import changed_launches, generation
+from kda_jit.jit.module import Launches, changed_launches, generation
 from kda_jit.workspace import STAGE_BYTES, Workspace, default_workspace, stage_slots
 
 if TYPE_CHECKING:
@@ -63,9 +62,10 @@ class Launch:
     block: int
     smem: int
 
-    def changed(self, numbers: Mapping[str, tuple[int, int]]) -> Launch:
-        """As other sources than the usual ones want it."""
-        return Launch(self.entry, *numbers[self.entry]) if self.entry in numbers else self
+    def changed(self, file: str, launches: Launches) -> Launch:
+        """As other sources than the usual ones want it: the kernel of that file."""
+        numbers = launches.get((file, self.entry))
+        return self if numbers is None else Launch(self.entry, *numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ def _plan(p: KdaProblem, asked: str | None = None) -> _Plan:
         (
             kernel,
             (grid, 1, 1),
-            launch.changed(changed),
+            launch.changed(schedule.file, changed),
             i > 0 and overlaps,
             i > 0 and pipeline is not None,
         )

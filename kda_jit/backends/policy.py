@@ -26,7 +26,8 @@ def hopper_schedule(N: int, tokens: int, HV: int, sm_count: int) -> str:
     chunks = tokens * HV // _CHUNK
     # `fused` takes as long for three quarters of the heads as for a head a cluster. It needs a few
     # chunks a head, to fill its stages, and a few a cluster.
-    if 4 * heads >= 3 * clusters and tokens >= 256 * N and chunks >= 16 * clusters:
+    many = 4 * heads >= 3 * clusters and chunks >= 16 * clusters
+    if clusters and many and tokens >= 256 * N:
         return "fused"
     if 4 * heads <= sm_count and tokens >= 12_288 * N:
         return "pipeline"

@@ -39,6 +39,8 @@ class Module:
 
 
 Table = dict[tuple[KernelSpec, int], Module]
+Launches = Mapping[tuple[str, str], tuple[int, int]]
+"""Threads and bytes of dynamic shared memory, by a file of kernels_src and an entry in it."""
 
 
 class SourceTree:
@@ -47,13 +49,10 @@ class SourceTree:
     A module is built from what its files hold when it is first needed and then kept, as from the
     usual sources: a later edit of the folder takes a `reload()` or another tree.
 
-    launches  (threads, bytes of dynamic shared memory) by entry, where these sources are launched
-              otherwise than the usual ones
+    launches  how kernels are launched that these sources want launched otherwise
     """
 
-    def __init__(
-        self, folder: str | Path, launches: Mapping[str, tuple[int, int]] | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, launches: Launches | None = None) -> None:
         self.folder = Path(folder)
         self.launches = dict(launches or {})
         self.loaded: Table = {}
@@ -113,8 +112,8 @@ def generation() -> object:
     return _table()
 
 
-def changed_launches() -> Mapping[str, tuple[int, int]]:
-    """Of the entries that this thread's sources launch otherwise than the usual ones."""
+def changed_launches() -> Launches:
+    """Of the kernels that this thread's sources launch otherwise than the usual ones."""
     tree = _tree.get()
     return {} if tree is None else tree.launches
 

@@ -27,12 +27,16 @@ def _launch(
 ) -> tuple[int, int] | dict[str, tuple[int, int]] | None:
     if by_entry is None:
         return None if threads is None else (threads, smem)
-    found = {}
+    if threads is not None:
+        raise UsageError("--threads: expected none beside --launch, got both.")
+    found: dict[str, tuple[int, int]] = {}
     for words in by_entry:
         entry, _, numbers = words.partition("=")
         block, _, memory = numbers.partition(",")
         if not (block.isdecimal() and memory.isdecimal()):
             raise UsageError(f"--launch: expected ENTRY=THREADS,SMEM, got {words!r}.")
+        if entry in found:
+            raise UsageError(f"--launch: expected {entry} once, got it twice.")
         found[entry] = int(block), int(memory)
     return found
 
@@ -55,6 +59,7 @@ class KdaMagics(Magics):
     @argument(
         "--launch",
         nargs="+",
+        action="extend",
         metavar="ENTRY=THREADS,SMEM",
         help="with --base: how kernels are launched where that changes, too",
     )

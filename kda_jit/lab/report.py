@@ -199,8 +199,8 @@ def targets(variant: Variant, arch: str | Sequence[str] | None) -> list[str]:
 
 def launch_of(variant: Variant, spec: KernelSpec, entry: str) -> tuple[int, int] | None:
     """(threads, bytes of dynamic shared memory) of a kernel; None where nobody said."""
-    if entry in variant.tree.launches:
-        return variant.tree.launches[entry]
+    if (spec.file, entry) in variant.tree.launches:
+        return variant.tree.launches[spec.file, entry]
     for schedule in SCHEDULES.values():
         if schedule.file == spec.file:
             for launch in schedule.launches:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kda_jit.backends.cuda import SCHEDULES
 from kda_jit.errors import InputError
-from kda_jit.jit import KernelSpec, SourceTree, arch_named, sources
+from kda_jit.jit import TARGETS, KernelSpec, SourceTree, arch_named, sources
 
 from . import patch as patches
 from .patch import Patched
@@ -25,6 +25,7 @@ from .patch import Patched
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _FOLDER = "kda_jit_lab-"  # how the names of copies begin
 _MOST_THREADS = 1024  # of a block
+_MOST_SMEM = max(arch_named(target).smem_per_block for target in TARGETS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +157,9 @@ def variant(
     base      the file of kernels_src to change, such as "sm80/kda_prefill.cu"
     patch     instead of a source: blocks of `<<<<`, old lines, `====`, new lines, `>>>>`
     schedule  the schedule to build, check and time; None: those that read the file
-    launch    (threads, bytes of dynamic shared memory) of the kernels of a file of its own; with a
-              base, by entry, where it is another number than shipped
+    launch    (threads, bytes of dynamic shared memory), plain ints, of the kernels of a file of
+              its own; with a base, by entry, where it is another number than shipped. An entry that
+              several files have takes a schedule, too
     first_line  the number of the text's first line, in messages
 
     Raises InputError where the patch does not fit, or a name is none, and inside the block of
@@ -181,22 +183,16 @@ def variant(
         changed = patches.apply(text, blocks, file=f"kernels_src/{file}", cell=cell)
     if base is None and schedule is not None:
         raise InputError(f"schedule: expected None for a file of its own, got {schedule!r}.")
-    launches = {} if launch is None else _check_launches(launch, base)
+    by_entry = {} if launch is None else _check_launches(launch, base)
     own = launch if isinstance(launch, tuple) else None
-    copy = _copy(origin, launches)
-    made = Variant(name, file, text, changed, schedule, origin, copy, own)
+    made = Variant(name, file, text, changed, schedule, origin, _copy(origin), own)
     (made.tree.folder / file).write_bytes(changed.with_lines.encode())
     if base is not None and schedule not in (None, *made.schedules):
         raise InputError(
             f"schedule: expected one that reads {file} ({', '.join(made.schedules) or 'none'}), "
             f"got {schedule!r}."
         )
-    entries = {x.entry for name in made.schedules for x in SCHEDULES[name].launches}
-    if absent := launches.keys() - entries:
-        raise InputError(
-            f"launch: expected entries of schedules that read {file} ({', '.join(sorted(entries))}"
-            f"), got {', '.join(sorted(absent))}."
-        )
+    made.tree.launches = _in_files(by_entry, made)
     return made
 
 
@@ -217,12 +213,35 @@ def _check_schedule(schedule: str | None) -> None:
         raise InputError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}.")
 
 
+def _in_files(
+    by_entry: Mapping[str, tuple[int, int]], variant: Variant
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """Which kernels they are, of those that the variant's schedules launch."""
+    files: dict[str, set[str]] = {}
+    for name in variant.schedules if variant.schedule is None else (variant.schedule,):
+        for launch in SCHEDULES[name].launches:
+            files.setdefault(launch.entry, set()).add(SCHEDULES[name].file)
+    if absent := by_entry.keys() - files.keys():
+        whose = f"schedules that read {variant.file}"
+        raise InputError(
+            f"launch: expected entries of {variant.schedule or whose} "
+            f"({', '.join(sorted(files))}), got {', '.join(sorted(absent))}."
+        )
+    for entry in by_entry:
+        if len(files[entry]) > 1:
+            raise InputError(
+                f"launch: expected an entry of one file, or a schedule, got {entry}, which is in "
+                f"{' and in '.join(sorted(files[entry]))}."
+            )
+    return {(file, entry): numbers for entry, numbers in by_entry.items() for file in files[entry]}
+
+
 def _check_launches(launch: object, base: str | None) -> Mapping[str, tuple[int, int]]:
     """By entry; empty for a file of its own, whose kernels are all launched alike."""
     if base is None:
         _check_launch(launch)
         return {}
-    if not isinstance(launch, Mapping):
+    if not isinstance(launch, Mapping) or not all(isinstance(entry, str) for entry in launch):
         raise InputError(
             f"launch: expected numbers by entry with a base, such as {{'kda_prepare': (64, 33408)}}"
             f", got {launch}."
@@ -235,10 +254,10 @@ def _check_launches(launch: object, base: str | None) -> Mapping[str, tuple[int,
 def _check_launch(launch: object) -> None:
     pair = isinstance(launch, tuple) and [type(number) for number in launch] == [int, int]
     threads, smem = launch if isinstance(launch, tuple) and pair else (0, 0)
-    if not 1 <= threads <= _MOST_THREADS or smem < 0:
+    if not (1 <= threads <= _MOST_THREADS and 0 <= smem <= _MOST_SMEM):
         raise InputError(
-            f"launch: expected 1 to {_MOST_THREADS} threads and bytes of dynamic shared memory, "
-            f"got {launch}."
+            f"launch: expected 1 to {_MOST_THREADS} threads and 0 to {_MOST_SMEM} bytes of dynamic "
+            f"shared memory, as plain ints, got {launch!r}."
         )
 
 
@@ -261,10 +280,10 @@ def _read(origin: Path, file: str) -> str:
     return sources.read(file, folder=origin).text.replace("\r\n", "\n")
 
 
-def _copy(origin: Path, launches: Mapping[str, tuple[int, int]] | None = None) -> SourceTree:
+def _copy(origin: Path) -> SourceTree:
     """A copy of kernels_src, which goes when nobody holds the tree any more."""
     folder = tempfile.mkdtemp(prefix=_FOLDER)
-    tree = SourceTree(folder, launches)
+    tree = SourceTree(folder)
     weakref.finalize(tree, _remove, folder, os.getpid())
     try:
         # An editor's lock file is a link to nowhere.

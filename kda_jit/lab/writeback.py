@@ -73,11 +73,12 @@ def adopt(variant: Variant, *, write: bool = True) -> Adopted:
 
 
 def _check_launches(variant: Variant) -> None:
-    there = {x.entry: (x.block, x.smem) for s in SCHEDULES.values() for x in s.launches}
-    for entry, (threads, smem) in variant.tree.launches.items():
-        if there[entry] != (threads, smem):
+    there = {(s.file, x.entry): (x.block, x.smem) for s in SCHEDULES.values() for x in s.launches}
+    for (file, entry), (threads, smem) in variant.tree.launches.items():
+        if there[file, entry] != (threads, smem):
+            threads_now, smem_now = there[file, entry]
             raise InputError(
                 f'variant: expected kda_jit/backends/cuda.py to have Launch("{entry}", {threads}, '
-                f"{smem}), as {variant.name} does, got {there[entry][0]}, {there[entry][1]}. "
+                f"{smem}) of {file}, as {variant.name} does, got {threads_now}, {smem_now}. "
                 "Change it, start anew, make the variant without launch, and adopt it."
             )

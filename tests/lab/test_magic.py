@@ -46,7 +46,8 @@ def test_a_cell_may_change_how_its_kernels_are_launched(shell) -> None:
     line = f"%%kda_kernel mine --base {HEADER} --arch sm_80 --launch kda_prepare=96,4096"
     done = shell.run_cell(f"{line}\n{PATCH.format('kStep')}")
     assert done.success
-    assert shell.user_ns["mine"].tree.launches == {"kda_prepare": (96, 4096)}
+    launches = {("sm80/kda_prefill.cu", "kda_prepare"): (96, 4096)}
+    assert shell.user_ns["mine"].tree.launches == launches
     rows = {row.entry: row for row in done.result.rows}
     assert (rows["kda_prepare"].threads, rows["kda_prepare"].smem_dynamic) == (96, 4096)
 
@@ -75,6 +76,8 @@ def test_options_that_make_no_sense_have_no_traceback(shell, capsys) -> None:
     for line in (
         'toy "', "toy --nope", "--arch sm_80 toy", "toy --threads 0", "toy --launch kda_prepare=96",
         f"toy --base {HEADER} --whole --launch kda_fused=96,0",
+        f"toy --base {HEADER} --whole --launch kda_prepare=96,0 --launch kda_prepare=64,0",
+        f"toy --base {HEADER} --whole --launch kda_prepare=96,0 --threads 96",
     ):  # fmt: skip
         done = shell.run_cell(f'%%kda_kernel {line}\nextern "C" __global__ void toy() {{}}\n')
         assert not done.success

@@ -192,6 +192,12 @@ def test_its_folder_goes_with_it(changed: lab.Variant) -> None:
         ({"name": "x", "source": "", "launch": (0, 0)}, r"launch: expected 1 to 1024 threads"),
         ({"name": "x", "source": "", "launch": (32, -1)}, r"launch: expected 1 to 1024 threads"),
         ({"name": "x", "source": "", "launch": 32}, r"launch: expected 1 to 1024 .* got 32"),
+        ({"name": "x", "source": "", "launch": (32, 10**6)}, r"launch: .* 0 to \d+ bytes"),
+        ({"name": "x", "source": "", "launch": (True, 0)}, r"as plain ints, got \(True, 0\)"),
+        (
+            {"name": "x", "base": HEADER, "source": "", "launch": {None: (32, 0), "a": (32, 0)}},
+            r"launch: expected numbers by entry",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(kernels: Path, arguments: dict, words: str) -> None:
@@ -200,8 +206,8 @@ def test_what_makes_no_sense_is_refused(kernels: Path, arguments: dict, words: s
 
 
 def test_launches_are_part_of_a_variant_and_of_its_copies(kernels: Path) -> None:
-    launch = {"kda_prepare": (96, 4096)}
-    made = lab.variant("x", base=HEADER, patch=PATCH, launch=launch)
+    made = lab.variant("x", base=HEADER, patch=PATCH, launch={"kda_prepare": (96, 4096)})
+    launch = {("sm80/kda_prefill.cu", "kda_prepare"): (96, 4096)}
     assert made.tree.launches == launch
     assert made.launch is None
     assert pickle.loads(pickle.dumps(made)).tree.launches == launch
@@ -209,6 +215,28 @@ def test_launches_are_part_of_a_variant_and_of_its_copies(kernels: Path) -> None
     with made.active():
         assert changed_launches() == launch
     assert changed_launches() == {}
+
+
+def test_an_entry_that_several_files_have_is_launched_otherwise_in_one() -> None:
+    """Of the real kernels: a header that portable and hopper read, both with a kda_recurrence."""
+    header = "common/prepare.cuh"
+    text = sources.read(header).text
+    launch = {"kda_recurrence": (96, 4096)}
+    words = r"got kda_recurrence, which is in sm80/kda_prefill\.cu and in sm90/kda_prefill\.cu"
+    with pytest.raises(InputError, match=words):
+        lab.variant("x", text, base=header, launch=launch)
+    for schedule in ("portable", "hopper"):
+        made = lab.variant("x", text, base=header, launch=launch, schedule=schedule)
+        with made.active():
+            changed = {
+                name
+                for name, of in SCHEDULES.items()
+                for one in of.launches
+                if one.changed(of.file, changed_launches()) != one
+            }
+        assert changed == {schedule}
+    with pytest.raises(InputError, match=r"expected entries of hopper \(.*\), got kda_fused"):
+        lab.variant("x", text, base=header, launch={"kda_fused": (96, 0)}, schedule="hopper")
 
 
 def test_a_file_of_its_own_has_nothing_shipped_beside_it(kernels: Path) -> None:
