@@ -83,6 +83,8 @@ KDA_DEVICE void async_proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
+// What other SMs wrote to global memory, and flags have told of, is there for bulk copies.
+KDA_DEVICE void global_async_proxy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Flags in global memory, between CTAs.
 KDA_DEVICE u32 load_acquire(const u32* p) {

@@ -195,13 +195,13 @@ struct Quarter {
     int half, block;
 };
 
-// Asks for a quarter of q, k and g, so that whoever loads it finds it in L2; by one warp, half a row a lane.
+// Asks for a quarter of q, k and g; by one warp, half a row a lane.
 KDA_DEVICE void prefetch_inputs(const ChunkInputs& in, Quarter part) {
     const int row = kBlock * part.block + (threadIdx.x & 15), byte = 128 * part.half + 4 * (threadIdx.x & 16);
     if (row >= in.valid) return;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(in.k + static_cast<i64>(row) * in.k_step + byte));
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(in.q + static_cast<i64>(row) * in.q_step + byte));
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(in.g + static_cast<i64>(row) * in.g_step + byte));
+    prefetch_line(in.k + static_cast<i64>(row) * in.k_step + byte);
+    prefetch_line(in.q + static_cast<i64>(row) * in.q_step + byte);
+    prefetch_line(in.g + static_cast<i64>(row) * in.g_step + byte);
 }
 
 // Starts copying a quarter of a chunk's rows into a tile, zeros past the last token.

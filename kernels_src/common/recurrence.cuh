@@ -156,11 +156,11 @@ KDA_DEVICE int advance_chunk(StateTile& state, u32 image, u32 v_tile, int v0, fl
     // S' = D S + A_k^T R, in units 2^shift finer where the chunk's betas were tiny.
     float shift_scale;
     int shift;
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=f"(shift_scale), "=r"(shift) : "r"(image + kShift));
+    load_shared_pair(image + kShift, shift_scale, shift);
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
         float d0, d1;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(d0), "=f"(d1) : "r"(image + decay_offset(n, tid)));
+        load_shared_pair(image + decay_offset(n, tid), d0, d1);
         state.s[n][0] *= d0;
         state.s[n][1] *= d1;
         state.s[n][2] *= d0;

@@ -59,6 +59,18 @@ KDA_DEVICE Quad32 load_shared_quad(u32 shared) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared) : "memory");
     return v;
 }
+// Volatile, as above.
+KDA_DEVICE void load_shared_pair(u32 shared, float& x, float& y) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(shared));
+}
+KDA_DEVICE void load_shared_pair(u32 shared, float& x, i32& y) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=f"(x), "=r"(y) : "r"(shared));
+}
+KDA_DEVICE void load_shared_pairs(u32 shared, float (&x)[2], float (&y)[2]) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(y[0]), "=f"(y[1]) : "r"(shared));
+}
+// Asks for a line of global memory, so that whoever loads it finds it in L2.
+KDA_DEVICE void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // Where the compiler would store four words.
 KDA_DEVICE void store_global_quad(void* p, Quad32 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");

@@ -281,12 +281,9 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         return fmaxf(bf16_lo(largest[0]), bf16_hi(largest[0]));
     };
     auto load_decay = [&](u32 image) {
-        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=f"(shift_scale), "=r"(shift) : "r"(image + kShift));
+        load_shared_pair(image + kShift, shift_scale, shift);
 #pragma unroll
-        for (int n = 0; n < 16; n += 2)
-            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                         : "=f"(decay[n][0]), "=f"(decay[n][1]), "=f"(decay[n + 1][0]), "=f"(decay[n + 1][1])
-                         : "r"(image + decay_offset(n, tid)));
+        for (int n = 0; n < 16; n += 2) load_shared_pairs(image + decay_offset(n, tid), decay[n], decay[n + 1]);
     };
     auto shift_decay = [&] {
         if (shift == 0) return;

@@ -274,8 +274,7 @@ struct RingSource {
             known = max(known, next + __ffs(~written) - 1);
         }
         __syncwarp();
-        // What lies behind the flags is read through the async proxy.
-        asm volatile("fence.proxy.async.global;" ::: "memory");
+        global_async_proxy_fence();  // what lies behind the flags is read by bulk copies
     }
     KDA_DEVICE const u8* image(int) const {
         const u8* at = ring + static_cast<i64>(place) * kStageBytes;
