@@ -414,6 +414,18 @@ def test_a_row_of_inputs_expanded_to_a_batch(way: Any, name: str) -> None:
     assert all(map(torch.equal, got, want))
 
 
+def test_batches_with_tokens_first(way: Any) -> None:
+    """The stride of a batch row is below that of a token, which the driver need not like."""
+    x = Case(seed=45, lengths=(100,) * 3, heads=2, packed=False).tensors(way.device)
+    want = way.prefill(x)
+    y = x.replace(
+        **{n: getattr(x, n).transpose(0, 1).contiguous().transpose(0, 1) for n in "qkvg"},
+        beta=x.beta.transpose(0, 1).contiguous().transpose(0, 1),
+    )
+    assert y.q.stride(0) < y.q.stride(1)
+    assert all(map(torch.equal, way.prefill(y), want))
+
+
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)])
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_nothing_but_empty_sequences(way: Any, lengths: tuple[int, ...], tokens: int) -> None:
