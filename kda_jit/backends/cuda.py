@@ -7,6 +7,7 @@ and the same recurrence (kernels_src/common); results agree to rounding.
 from __future__ import annotations
 
 import itertools
+import secrets
 import struct
 import threading
 from ctypes import Array, addressof, c_char, create_string_buffer, memmove
@@ -38,7 +39,7 @@ _PIPELINE_ARGS = struct.Struct("@P6i")
 ARGS_BYTES = _ARGS.size
 PIPELINE_ARGS_BYTES = _ARGS.size + _PIPELINE_ARGS.size
 #: FusedArgs of sm90/kda_fused.cu: share and call, then tensor maps of q, k, g and v.
-_FUSED_ARGS = struct.Struct("@qI20x")
+_FUSED_ARGS = struct.Struct("@qQ16x")
 _MAPS_AT = _ARGS.size + _FUSED_ARGS.size
 FUSED_ARGS_BYTES = _MAPS_AT + 4 * tensor_map.NBYTES
 #: Channels and tokens of a tile.
@@ -103,13 +104,13 @@ class Schedule:
 PORTABLE = Schedule(
     "portable",
     "sm80/kda_prefill.cu",
-    (Launch("kda_prepare", 64, 33408), Launch("kda_recurrence", 128, 98176)),
+    (Launch("kda_prepare", 128, 33408), Launch("kda_recurrence", 128, 98176)),
     (8, 9, 10, 12),
 )
 HOPPER = Schedule(
     "hopper",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 64, 33408), Launch("kda_recurrence", 384, 216064)),
+    (Launch("kda_prepare", 128, 33408), Launch("kda_recurrence", 384, 216064)),
     (9,),
     ctas_a_head=1,
 )
@@ -117,7 +118,7 @@ HOPPER = Schedule(
 HOPPER_SINGLE = Schedule(
     "hopper_single",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 64, 33408), Launch("kda_recurrence_single", 192, 216064)),
+    (Launch("kda_prepare", 128, 33408), Launch("kda_recurrence_single", 192, 216064)),
     (9,),
 )
 PIPELINE = Schedule(
@@ -130,7 +131,7 @@ PIPELINE = Schedule(
 FUSED = Schedule(
     "fused",
     "sm90/kda_fused.cu",
-    (Launch("kda_fused", 384, 229376),),
+    (Launch("kda_fused", 640, 229376),),
     (9,),
     clustered=True,
 )
@@ -147,11 +148,10 @@ def compile_specs(target: str) -> list[KernelSpec]:
 
 
 #: A HandedState of sm90/kda_fused.cu: what a cluster gives to the next one.
-_HANDED_BYTES = 69664
-#: Numbers of calls. As a float of any format each is a NaN that no kernel makes, so that what other
-#: schedules left in the workspace is none.
-_calls = itertools.count()
-_CALL, _CALL_BITS = 0x7FD00000, 0xFFFFF
+_HANDED_BYTES = 69696
+#: Numbers of calls, which nothing that lies in the workspace is: the upper half is a NaN that no
+#: kernel makes and differs from one process to another, the lower half counts.
+_calls = itertools.count((0x7FD00000 | secrets.randbits(20)) << 32)
 
 
 class _Frame(threading.local):
@@ -193,7 +193,7 @@ class CudaBackend:
             )
         if plan.clustered:
             args = self._frame.fused_buffer
-            _FUSED_ARGS.pack_into(args, ARGS_BYTES, plan.share, _CALL | next(_calls) & _CALL_BITS)
+            _FUSED_ARGS.pack_into(args, ARGS_BYTES, plan.share, next(_calls))
             _write_maps(args, p, plan.launches[0][0])
         elif plan.pipeline is None:
             args = self._frame.buffer

@@ -1,4 +1,4 @@
-// The prepare step: one chunk of one value head, by two warps, from raw inputs to a stage image (common/stage.cuh) in shared
+// The prepare step: one chunk of one value head, by four warps, from raw inputs to a stage image (common/stage.cuh) in shared
 // memory.
 //
 //   gate_cumsum  g = lower_bound sigmoid(exp(A_log) (g_raw + dt_bias)), G = cumsum g          base 2
@@ -6,8 +6,19 @@
 //   solve        T = (I + A)^-1 diag(beta)
 //   wy           A_k = T^T (k exp(G_last - G)), A_q = M T
 //
-// Warp `half` owns 64 channels of all 32 tokens: what crosses between the two blocks of 16 tokens needs no other warp, and only
-// norms and scores, sums over channels, are shared. exp(+G) and exp(-G) are taken from a block's own start, where |G| <= 80
+// Warp (half, block) owns 64 channels of 16 tokens. Norms and scores, sums over channels, are shared; what crosses between the two blocks
+// of tokens goes through the image.
+//
+//   (half, block)  0, 0                 1, 0            0, 1                        1, 1
+//                  norms
+//                  gates, k and q decayed from the block's start, k exp(G_end - G), the block's scores
+//                  solves T_00, T_11    M_00, spare     block 1's k and q over block 0, block 0's k over block 1, scores across
+//                                                       A_10                        M_11, M_10
+//                  A_k but for T_10's part, of 32 channels each
+//                                       A_q's block 0   before: T_10                A_q's block 1
+//                  T_10's part
+//
+// exp(+G) and exp(-G) are taken from a block's own start, where |G| <= 80
 // cannot overflow; between the blocks every exponent is negative. Scores of a block need fp32's range for exp(-G) up to e^80 and
 // go through tf32; all else is at most 1 in magnitude and goes through f16, which is as precise.
 //
@@ -30,16 +41,34 @@ constexpr int kSquares = kBeta + 4 * kChunk;  // f32 [half][k, q][32]: sums over
 constexpr int kSlope = kSquares + 4 * 4 * kChunk;  // f32: what the gates' logits are multiplied by
 constexpr int kValid = kSlope + 4;          // i32: 1 .. 32 tokens
 static_assert(kValid + 4 <= kDecay, "where a_q will be");
+
+constexpr int kPrepareThreads = 128;  // a chunk
+// 64 channels of 16 tokens: a warp's part of a chunk.
+struct Quarter {
+    int half, block;
+};
+// Named barriers of a chunk's warps: two ids from `first` on.
+struct PrepareBarriers {
+    int first;
+    KDA_DEVICE void all() const { named_barrier(first, kPrepareThreads); }
+    KDA_DEVICE void late() const { named_barrier(first + 1, kPrepareThreads / 2); }  // of block 1's two
+};
+
 KDA_DEVICE float& squares_of(u8* image, int half, int tensor, int token) {
     return reinterpret_cast<float*>(image + kSquares)[kChunk * (2 * half + tensor) + token];
 }
 
-// What the two warps work with besides.
+// What the warps work with besides.
 struct PrepareScratch {
-    // Sums over half of the channels, lane by lane: A_00, A_11, A_10 from warp 1 for warp 0; M's from warp 0 for warp 1. Over
-    // the former, once they are read: the columns of A, then T.
-    Float4 partial[2][6][32];
+    // Sums over half of the channels, lane by lane: A_00 of (1, 0), A_11 of (0, 1) and of (1, 1), for (0, 0). Over them, once they are
+    // read: the columns of A, then T.
+    Float4 a[3][2][32];
+    // M_00 of (0, 0) for (1, 0); M_11 of (0, 1) for (1, 1), who then leaves its A_10 there for (0, 1).
+    Float4 m[2][2][32];
+    Float2 ends[2][kHeadDim / 2];  // exp(G) at the end of each block
 };
+constexpr int kCross = kAq + 1024;  // in the image: M_10 of (0, 1) for (1, 1), where squares, slope and valid were
+static_assert(kCross + 1024 == kDecay, "where a_q's block 1 will be");
 
 // Block 0's k and q are scaled as the image wants them; block 1's, which are yet to decay over block 0, by so much less.
 constexpr float kBlock0Scale = 0x1p4f;
@@ -52,11 +81,11 @@ constexpr float kGateScale = 0x1p12f;
 
 // Column j of a block's A, for the substitution: 16 floats, 80 bytes apart, which costs no bank conflict.
 KDA_DEVICE float* a_column(PrepareScratch& scratch, int block, int j) {
-    return reinterpret_cast<float*>(scratch.partial[0]) + 20 * (kBlock * block + j);
+    return reinterpret_cast<float*>(scratch.a) + 20 * (kBlock * block + j);
 }
 // T, f16 [32 x 32], rows 80 bytes apart, which is conflict-free for ldmatrix.
 KDA_DEVICE u16* t_element(PrepareScratch& scratch, int i, int j) {
-    return reinterpret_cast<u16*>(scratch.partial[0]) + 40 * i + j;
+    return reinterpret_cast<u16*>(scratch.a) + 40 * i + j;
 }
 
 // The power of two that brings the largest beta of a chunk that hardly writes into [1/2, 1).
@@ -91,38 +120,38 @@ KDA_DEVICE float scaled_row_squares(const u8* tile, int row, int half) {
     return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
-// Leaves the sums of squares of the rows of k and q, 64 channels, at kSquares. They are the diagonals of the rows' Gram
+// Leaves the sums of squares of 16 rows of k and q, 64 channels, at kSquares. They are the diagonals of the rows' Gram
 // matrices: exact products, fp32 sums, and no unpacking.
-KDA_DEVICE void measure_rows(u8* image, int half) {
-    const int lane = threadIdx.x & 31, gid = lane >> 2, tid = lane & 3;
-    const u32 rows = shared_address(image) + lane_tile(half, lane);
-    float gram[2][2][2][4] = {};  // [k, q][block][tokens gid, gid + 8]
+KDA_DEVICE void measure_rows(u8* image, Quarter part) {
+    const int half = part.half, block = part.block;
+    const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
+    const u32 rows = shared_address(image) + lane_tile(half, lane) + block * kBlock * kRowBytes;
+    float gram[2][2][4] = {};  // [k, q][tokens gid, gid + 8]
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int tensor = i / 2, block = i % 2;
+        for (int tensor = 0; tensor < 2; ++tensor) {
             u32 a[4];
-            ldmatrix_x4(a, (rows ^ (m << 5)) + (tensor ? kRawQ : kRawK) + block * kBlock * kRowBytes);
-            mma_bf16(gram[tensor][block][0], a, a[0], a[2]);
-            mma_bf16(gram[tensor][block][1], a, a[1], a[3]);
+            ldmatrix_x4(a, (rows ^ (m << 5)) + (tensor ? kRawQ : kRawK));
+            mma_bf16(gram[tensor][0], a, a[0], a[2]);
+            mma_bf16(gram[tensor][1], a, a[1], a[3]);
         }
     }
     const bool holds_diagonal = tid == gid >> 1;
     bool overflows = false;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float (&x)[2][4] = gram[i / 2][i % 2];
+    for (int tensor = 0; tensor < 2; ++tensor) {
+        const float (&x)[2][4] = gram[tensor];
         const float own[2] = {gid & 1 ? x[0][1] : x[0][0], gid & 1 ? x[1][3] : x[1][2]};
-        float* squares = &squares_of(image, half, i / 2, kBlock * (i % 2) + gid);
+        float* squares = &squares_of(image, half, tensor, kBlock * block + gid);
         if (holds_diagonal) squares[0] = own[0], squares[8] = own[1];
         overflows |= holds_diagonal && fmaxf(own[0], own[1]) == __int_as_float(0x7f800000);
     }
     if (__any_sync(0xffffffffu, overflows)) {
         __syncwarp();
 #pragma unroll 1  // rare: small rather than fast
-        for (int i = 0; i < 8; ++i) {
-            const int tensor = i / 4, row = 8 * (i % 4) + gid;
+        for (int i = 0; i < 4; ++i) {
+            const int tensor = i / 2, row = kBlock * block + 8 * (i % 2) + gid;
             float& squares = squares_of(image, half, tensor, row);
             const float sum = scaled_row_squares(image + (tensor ? kRawQ : kRawK), row, half);
             if (tid == 0 && squares == __int_as_float(0x7f800000)) squares = -sum;
@@ -190,11 +219,6 @@ KDA_DEVICE ChunkInputs inputs_from(const ChunkInputs& first, i32 start, i32 vali
     return in;
 }
 
-// A quarter of a chunk's raw inputs: 64 channels of 16 tokens.
-struct Quarter {
-    int half, block;
-};
-
 // Asks for a quarter of q, k and g; by one warp, half a row a lane.
 KDA_DEVICE void prefetch_inputs(const ChunkInputs& in, Quarter part) {
     const int row = kBlock * part.block + (threadIdx.x & 15), byte = 128 * part.half + 4 * (threadIdx.x & 16);
@@ -255,218 +279,288 @@ KDA_DEVICE void write_scalars(u8* image, const ChunkScalars& x, i32 valid, int h
     }
 }
 
-// All of one half of the channels, loaded and measured by the warp that will prepare it. A barrier of both warps must follow.
-KDA_DEVICE void load_half(const KdaArgs& args, const ChunkInputs& in, int hv, u8* image, int half) {
-#pragma unroll
-    for (int block = 0; block < 2; ++block) fetch_keys(image, in, Quarter{half, block});
+// Starts loading a quarter to where the warp that will prepare it is to find it.
+KDA_DEVICE void fetch_quarter(u8* image, const ChunkInputs& in, Quarter part) {
+    fetch_keys(image, in, part);
     cp_async_commit();
-#pragma unroll
-    for (int block = 0; block < 2; ++block) fetch_gates(image, in, Quarter{half, block});
+    fetch_gates(image, in, part);
     cp_async_commit();
-    const ChunkScalars scalars = read_scalars(args, in, hv, half);
+}
+// Waits for it, and measures it. A barrier of the four warps must follow.
+KDA_DEVICE void finish_quarter(const KdaArgs& args, const ChunkInputs& in, int hv, u8* image, Quarter part) {
+    ChunkScalars scalars{};
+    if (part.block == 0) scalars = read_scalars(args, in, hv, part.half);
     cp_async_wait<1>();  // k and q
     __syncwarp();
-    measure_rows(image, half);
-    write_scalars(image, scalars, in.valid, half);  // not before: they are the last to come
+    measure_rows(image, part);
+    if (part.block == 0) write_scalars(image, scalars, in.valid, part.half);  // not before: they are the last to come
     cp_async_wait<0>();
 }
 
-// What was loaded to a stage image and measured, by warps `half` 0 and 1 (uniform, for the compiler too).
-//
-//   barrier()  joins the two warps
-//   decayed()  is called by warp 1, who has time to spare while warp 0 solves: k_decayed and q_decayed are complete
-//
-// At the end each has written its part, and bulk copies may read what both have. `scratch` may be used for the next chunk at once.
-template <typename Barrier, typename Decayed>
-KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch& scratch, int half, Barrier barrier, Decayed decayed) {
-    // Opaque: else a caller's loop keeps all that follows from it in registers.
-    const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
-
-    float k_norm[2][2], q_norm[2][2];  // [block][tokens gid, gid + 8]
-    {
-        const float less = lane < kBlock ? 1.0f : 1.0f / kBlock0Scale;
-        const float k = inverse_norm(image_bytes, 0, lane, less * kKeyScale), q = inverse_norm(image_bytes, 1, lane, less * kQueryScale);
+// A score tile of 16 x 16, as a Float4 a lane for each half of its columns.
+KDA_DEVICE void put_scores(Float4 (&to)[2][32], const float (&x)[2][4]) {
+    const int lane = opaque(threadIdx.x) & 31;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            k_norm[i / 2][i % 2] = __shfl_sync(0xffffffffu, k, 8 * i + gid);
-            q_norm[i / 2][i % 2] = __shfl_sync(0xffffffffu, q, 8 * i + gid);
+    for (int n = 0; n < 2; ++n) to[n][lane] = Float4{x[n][0], x[n][1], x[n][2], x[n][3]};
+}
+KDA_DEVICE void add_scores(float (&x)[2][4], const Float4 (&from)[2][32]) {
+    const int lane = opaque(threadIdx.x) & 31;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const Float4 y = from[n][lane];
+        x[n][0] += y.x, x[n][1] += y.y, x[n][2] += y.z, x[n][3] += y.w;
+    }
+}
+
+// The warp's channels and tokens, in place; its share of A and M of its block.
+KDA_DEVICE void decay_block(float lower_bound, u8* image_bytes, PrepareScratch& scratch, Quarter part, float (&A)[2][4], float (&M)[2][4]) {
+    const int half = part.half, block = part.block;
+    const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
+    float k_norm[2], q_norm[2];  // of tokens gid, gid + 8
+    {
+        const bool is_q = lane >= kBlock;
+        const float less = block == 0 ? 1.0f : 1.0f / kBlock0Scale;
+        const float x = inverse_norm(image_bytes, is_q, kBlock * block + lane % kBlock, less * (is_q ? kQueryScale : kKeyScale));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            k_norm[r] = __shfl_sync(0xffffffffu, x, 8 * r + gid);
+            q_norm[r] = __shfl_sync(0xffffffffu, x, kBlock + 8 * r + gid);
         }
     }
-    u32 cumulate[2][4];
-    {
-        const int valid = *reinterpret_cast<const i32*>(image_bytes + kValid);
-        cumulate_fragment(cumulate[0], valid);
-        cumulate_fragment(cumulate[1], valid - kBlock);
-    }
+    u32 cumulate[4];
+    cumulate_fragment(cumulate, *reinterpret_cast<const i32*>(image_bytes + kValid) - kBlock * block);
     const float slope = *reinterpret_cast<const float*>(image_bytes + kSlope);
     // bound sigmoid(x) kGateScale = 1 / (c + c exp(-x)), exp in base 2 like all others.
     const float gate_c = reciprocal_approx(fminf(lower_bound * kLog2E * kGateScale, -0x1p-120f));
-    const u32 image = shared_address(image_bytes);
-
-    // gate_cumsum, intra: the warp's share of all scores, as C tiles of columns 0..7 and 8..15, times the scales; and the
-    // chunk-level operands.
-    float A[2][2][4] = {}, M[2][2][4] = {}, A_10[2][4] = {}, M_10[2][4] = {};
-#pragma unroll 1  // unrolled, it leaves the instruction cache
-    for (int m = 0; m < 4; ++m) {
-        const u32 group = image + (lane_tile(half, lane) ^ (m << 5));
-        u32 k_raw[2][4], q_raw[2][4];                          // A fragments
-        u32 k_f16[2][4], q_f16[2][4], k_end[2][4], k_first[4];  // the same; k exp(G_end - G); block 0's exp(G_last - G)
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-            ldmatrix_x4(k_raw[b], group + kRawK + b * kBlock * kRowBytes);
-            ldmatrix_x4(q_raw[b], group + kRawQ + b * kBlock * kRowBytes);
-        }
-        u32 k_late[4], q_late[4];  // block 1's, decayed over block 0
+    const float end_scale = block == 0 ? 1.0f / kBlock0Scale : 1.0f;
+    const u32 rows = shared_address(image_bytes) + lane_tile(half, lane) + block * kBlock * kRowBytes;
+    const float* bias = reinterpret_cast<const float*>(image_bytes + kBias) + 64 * half + gid;
+    Float2* ends = &scratch.ends[block][32 * half + tid];
+    // Rows of g for transposed loads: tiles (tokens 0, channels 0), (8, 0), (0, 8), (8, 8), which is the order of lane_tile.
+#pragma unroll 1
+    for (int m = 0; m < 4; ++m, bias += 16, ends += 8) {
+        const u32 group = rows ^ (m << 5);
+        u32 k_raw[4], q_raw[4], g_raw[4];  // A fragments; g's: tokens 2 tid, + 1 and 8 more of channel gid, of tiles t in pairs
+        ldmatrix_x4(k_raw, group + kRawK);
+        ldmatrix_x4(q_raw, group + kRawQ);
+        ldmatrix_x4_trans(g_raw, group + kRawG);
+        u32 k_f16[4], q_f16[4], k_end[4];
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-            const int channel = 64 * half + 16 * m + 8 * t;
-            u32 g_raw[4];  // tokens 8 i + 2 tid, + 1 of channel gid
-            ldmatrix_x4_trans(g_raw, image + kRawG + tile_offset(lane, 8 * half + 2 * m + t));
-            const float bias = *reinterpret_cast<const float*>(image_bytes + kBias + 4 * (channel + gid));
-            u32 gates[4];
+            u32 gates[2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float lo = exp2_approx(fmaf(slope, bf16_lo(g_raw[i]), bias)), hi = exp2_approx(fmaf(slope, bf16_hi(g_raw[i]), bias));
+            for (int i = 0; i < 2; ++i) {
+                const u32 pair = g_raw[2 * t + i];
+                const float lo = exp2_approx(fmaf(slope, bf16_lo(pair), bias[8 * t])), hi = exp2_approx(fmaf(slope, bf16_hi(pair), bias[8 * t]));
                 gates[i] = pack_f16(reciprocal_approx(fmaf(gate_c, lo, gate_c)), reciprocal_approx(fmaf(gate_c, hi, gate_c)));
             }
-            float end[2][2];  // exp(G) at the end of each block
+            float G[4] = {};
+            mma_f16(G, cumulate, gates[0], gates[1]);
+            float decay[4], growth[4];
 #pragma unroll
-            for (int b = 0; b < 2; ++b) {
-                float G[4] = {};
-                mma_f16(G, cumulate[b], gates[2 * b], gates[2 * b + 1]);
-                float decay[4], growth[4];
-#pragma unroll
-                for (int e = 0; e < 4; ++e) decay[e] = exp2_approx(G[e]), growth[e] = exp2_approx(-G[e]);
-                end[b][0] = __shfl_sync(0xffffffffu, decay[2], 28 + tid);
-                end[b][1] = __shfl_sync(0xffffffffu, decay[3], 28 + tid);
-                const float to_end[2] = {b ? end[b][0] : end[b][0] / kBlock0Scale, b ? end[b][1] : end[b][1] / kBlock0Scale};
-                float kd[4], kg[4], qd[4];
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const u32 k_pair = k_raw[b][2 * t + r], q_pair = q_raw[b][2 * t + r];
-                    const float k[2] = {bf16_lo(k_pair) * k_norm[b][r], bf16_hi(k_pair) * k_norm[b][r]};
-                    const float q[2] = {bf16_lo(q_pair) * q_norm[b][r], bf16_hi(q_pair) * q_norm[b][r]};
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        kd[2 * r + e] = k[e] * decay[2 * r + e];
-                        qd[2 * r + e] = q[e] * decay[2 * r + e];
-                        kg[2 * r + e] = k[e] * growth[2 * r + e];
-                    }
-                    k_f16[b][2 * t + r] = pack_f16(kd[2 * r], kd[2 * r + 1]);
-                    q_f16[b][2 * t + r] = pack_f16(qd[2 * r], qd[2 * r + 1]);
-                    k_end[b][2 * t + r] = pack_f16(kg[2 * r] * to_end[0], kg[2 * r + 1] * to_end[1]);
-                }
-                // The contraction takes channels 2 tid as its columns tid, 2 tid + 1 as tid + 4.
-#pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                    mma_tf32(A[b][n], kd[0], kd[2], kd[1], kd[3], kg[2 * n], kg[2 * n + 1]);
-                    mma_tf32(M[b][n], qd[0], qd[2], qd[1], qd[3], kg[2 * n], kg[2 * n + 1]);
-                }
-            }
-            const u32 over_first = pack_f16(end[0][0] * kBlock0Scale, end[0][1] * kBlock0Scale);
-            const u32 over_second = pack_f16(end[1][0], end[1][1]);
+            for (int e = 0; e < 4; ++e) decay[e] = exp2_approx(G[e]), growth[e] = exp2_approx(-G[e]);
+            const float end[2] = {__shfl_sync(0xffffffffu, decay[2], 28 + tid), __shfl_sync(0xffffffffu, decay[3], 28 + tid)};
+            if (gid == 0) ends[4 * t] = Float2{end[0], end[1]};
+            const float to_end[2] = {end[0] * end_scale, end[1] * end_scale};
+            float kd[4], kg[4], qd[4];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                k_late[2 * t + r] = mul_f16x2(k_f16[1][2 * t + r], over_first);
-                q_late[2 * t + r] = mul_f16x2(q_f16[1][2 * t + r], over_first);
-                k_first[2 * t + r] = mul_f16x2(k_end[0][2 * t + r], over_second);
+                const u32 k_pair = k_raw[2 * t + r], q_pair = q_raw[2 * t + r];
+                const float k[2] = {bf16_lo(k_pair) * k_norm[r], bf16_hi(k_pair) * k_norm[r]};
+                const float q[2] = {bf16_lo(q_pair) * q_norm[r], bf16_hi(q_pair) * q_norm[r]};
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    kd[2 * r + e] = k[e] * decay[2 * r + e];
+                    qd[2 * r + e] = q[e] * decay[2 * r + e];
+                    kg[2 * r + e] = k[e] * growth[2 * r + e];
+                }
+                k_f16[2 * t + r] = pack_f16(kd[2 * r], kd[2 * r + 1]);
+                q_f16[2 * t + r] = pack_f16(qd[2 * r], qd[2 * r + 1]);
+                k_end[2 * t + r] = pack_f16(kg[2 * r] * to_end[0], kg[2 * r + 1] * to_end[1]);
             }
-            if (gid == 0)
-                *reinterpret_cast<Float2*>(image_bytes + decay_offset(channel / 8, tid)) = Float2{end[0][0] * end[1][0], end[0][1] * end[1][1]};
-        }
-        // Block 1 with block 0's keys, which as B fragments are what they are as A fragments.
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            mma_f16(A_10[n], k_f16[1], k_end[0][n], k_end[0][n + 2]);
-            mma_f16(M_10[n], q_f16[1], k_end[0][n], k_end[0][n + 2]);
-        }
-        stmatrix_x4(group + kKDecayed, k_f16[0]);
-        stmatrix_x4(group + kKDecayed + kBlock * kRowBytes, k_late);
-        stmatrix_x4(group + kQDecayed, q_f16[0]);
-        stmatrix_x4(group + kQDecayed + kBlock * kRowBytes, q_late);
-        stmatrix_x4(group + kRawG, k_first);
-        stmatrix_x4(group + kRawG + kBlock * kRowBytes, k_end[1]);
-    }
-
-    // Warp 0 completes A, warp 1 M.
-    const auto give = [&](const float (&own)[2][2][4], const float (&cross)[2][4]) {
-        Float4 (&to)[6][32] = scratch.partial[1 - half];
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            to[n][lane] = Float4{own[0][n][0], own[0][n][1], own[0][n][2], own[0][n][3]};
-            to[2 + n][lane] = Float4{own[1][n][0], own[1][n][1], own[1][n][2], own[1][n][3]};
-            to[4 + n][lane] = Float4{cross[n][0], cross[n][1], cross[n][2], cross[n][3]};
-        }
-    };
-    const auto take = [&](float (&own)[2][2][4], float (&cross)[2][4]) {
-        const Float4 (&from)[6][32] = scratch.partial[half];
-        const auto add = [&](float (&x)[4], const Float4& y) { x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w; };
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            add(own[0][n], from[n][lane]);
-            add(own[1][n], from[2 + n][lane]);
-            add(cross[n], from[4 + n][lane]);
-        }
-    };
-    if (half == 0)
-        give(M, M_10);
-    else
-        give(A, A_10);
-    const float beta = *reinterpret_cast<const float*>(image_bytes + kBeta + 4 * lane);
-    const int shift = beta_shift(warp_max_positive(beta));
-    async_proxy_fence();
-    barrier();  // the other warp's sums are here
-
-    // Row of T (or of a tile) whose address this lane gives to ldmatrix.x4: tiles (0, 0), (8, 0), (0, 8), (8, 8).
-    const int tile_row = (lane & 7) + 8 * ((lane >> 3) & 1), tile_column = 8 * (lane >> 4);
-    u32 m_own[2][4], m_10[4];  // f16 A fragments; warp 1's
-    if (half == 0) {
-        take(A, A_10);
-        __syncwarp();  // A's columns go where the sums were
-        // Causality (what lies above the diagonal may have overflowed: select, never multiply), and beta on the rows of A.
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-            const float scale = kTruncation / (b ? kWriteScale * kWriteScale : kKeyScale * kKeyScale);
-            const float beta_scaled[2] = {__shfl_sync(0xffffffffu, beta, kBlock * b + gid) * scale,
-                                          __shfl_sync(0xffffffffu, beta, kBlock * b + gid + 8) * scale};
+            // The contraction takes channels 2 tid as its columns tid, 2 tid + 1 as tid + 4.
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int i = gid + 8 * (e >> 1), j = 8 * n + 2 * tid + (e & 1);
-                    a_column(scratch, b, j)[i] = j < i ? A[b][n][e] * beta_scaled[e >> 1] : 0.0f;
-                }
+                mma_tf32(A[n], kd[0], kd[2], kd[1], kd[3], kg[2 * n], kg[2 * n + 1]);
+                mma_tf32(M[n], qd[0], qd[2], qd[1], qd[3], kg[2 * n], kg[2 * n + 1]);
             }
         }
-        u32 l[4];  // A_10 = diag(beta) L
-#pragma unroll
-        for (int n = 0; n < 2; ++n) l[2 * n] = pack_f16(A_10[n][0], A_10[n][1]), l[2 * n + 1] = pack_f16(A_10[n][2], A_10[n][3]);
-        __syncwarp();
+        stmatrix_x4(group + kKDecayed, k_f16);
+        stmatrix_x4(group + kQDecayed, q_f16);
+        stmatrix_x4(group + kRawG, k_end);
+    }
+}
 
-        // solve: both diagonal blocks at once, by forward substitution in fp32 (a Neumann series diverges on repeated keys);
-        // lane = column, half a warp for each block.
-        {
-            const int b = lane >> 4, column = lane & 15;
-            const float sigma = beta * exp2_int(shift);
-            float x[kBlock];
+// Between the blocks, for 64 channels: A_10 and M_10, block 1's k and q decayed over block 0, block 0's keys over block 1.
+KDA_DEVICE void cross_blocks(u8* image_bytes, const PrepareScratch& scratch, int half, float (&A_10)[2][4], float (&M_10)[2][4]) {
+    const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
+    const u32 rows = shared_address(image_bytes) + lane_tile(half, lane);
+    constexpr int kBlock1 = kBlock * kRowBytes;
+    const Float2* ends = &scratch.ends[0][32 * half + tid];
+    u8* decay = image_bytes + decay_offset(8 * half, tid);
+#pragma unroll 1
+    for (int m = 0; m < 4; ++m, ends += 8, decay += 16) {
+        const u32 group = rows ^ (m << 5);
+        u32 k_late[4], q_late[4], k_end[4];
+        ldmatrix_x4(k_late, group + kKDecayed + kBlock1);
+        ldmatrix_x4(q_late, group + kQDecayed + kBlock1);
+        ldmatrix_x4(k_end, group + kRawG);
+        // Block 0's keys, which as B fragments are what they are as A fragments.
 #pragma unroll
-            for (int i = 0; i < kBlock; ++i) x[i] = i == column ? sigma : 0.0f;
-#pragma unroll
-            for (int j = 0; j + 1 < kBlock; ++j) {
-#pragma unroll
-                for (int i4 = (j + 1) / 4; i4 < kBlock / 4; ++i4) {
-                    const Float4 a = *reinterpret_cast<const Float4*>(a_column(scratch, b, j) + 4 * i4);
-                    const float a4[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        if (4 * i4 + e > j) x[4 * i4 + e] = fmaf(-a4[e], x[j], x[4 * i4 + e]);
-                }
-            }
-            __syncwarp();  // T goes where A's columns were
-#pragma unroll
-            for (int i = 0; i < kBlock; ++i) *t_element(scratch, kBlock * b + i, lane) = static_cast<u16>(pack_f16(x[i], 0.0f));
+        for (int n = 0; n < 2; ++n) {
+            mma_f16(A_10[n], k_late, k_end[n], k_end[n + 2]);
+            mma_f16(M_10[n], q_late, k_end[n], k_end[n + 2]);
         }
-        __syncwarp();
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+            const Float2 first = ends[4 * t], second = ends[kHeadDim / 2 + 4 * t];
+            const u32 over_first = pack_f16(first.x * kBlock0Scale, first.y * kBlock0Scale);
+            const u32 over_second = pack_f16(second.x, second.y);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                k_late[2 * t + r] = mul_f16x2(k_late[2 * t + r], over_first);
+                q_late[2 * t + r] = mul_f16x2(q_late[2 * t + r], over_first);
+                k_end[2 * t + r] = mul_f16x2(k_end[2 * t + r], over_second);
+            }
+            if (gid == 0) *reinterpret_cast<Float2*>(decay + 8 * t) = Float2{first.x * second.x, first.y * second.y};
+        }
+        stmatrix_x4(group + kKDecayed + kBlock1, k_late);
+        stmatrix_x4(group + kQDecayed + kBlock1, q_late);
+        stmatrix_x4(group + kRawG, k_end);
+    }
+}
+
+// A of both blocks, of which this warp has its share of block 0's, to T_00 and T_11.
+KDA_DEVICE void solve_blocks(PrepareScratch& scratch, float (&A_00)[2][4], float beta, int shift) {
+    const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
+    float A[2][2][4];
+    add_scores(A_00, scratch.a[0]);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const Float4 y = scratch.a[1][n][lane];
+        A[1][n][0] = y.x, A[1][n][1] = y.y, A[1][n][2] = y.z, A[1][n][3] = y.w;
+    }
+    add_scores(A[1], scratch.a[2]);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) A[0][n][e] = A_00[n][e];
+    }
+    __syncwarp();  // A's columns go where the sums were
+    // Causality (what lies above the diagonal may have overflowed: select, never multiply), and beta on the rows of A.
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+        const float scale = kTruncation / (b ? kWriteScale * kWriteScale : kKeyScale * kKeyScale);
+        const float beta_scaled[2] = {__shfl_sync(0xffffffffu, beta, kBlock * b + gid) * scale,
+                                      __shfl_sync(0xffffffffu, beta, kBlock * b + gid + 8) * scale};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int i = gid + 8 * (e >> 1), j = 8 * n + 2 * tid + (e & 1);
+                a_column(scratch, b, j)[i] = j < i ? A[b][n][e] * beta_scaled[e >> 1] : 0.0f;
+            }
+        }
+    }
+    __syncwarp();
+    // Both diagonal blocks at once, by forward substitution in fp32 (a Neumann series diverges on repeated keys);
+    // lane = column, half a warp for each block.
+    const int b = lane >> 4, column = lane & 15;
+    const float sigma = beta * exp2_int(shift);
+    float x[kBlock];
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) x[i] = i == column ? sigma : 0.0f;
+#pragma unroll
+    for (int j = 0; j + 1 < kBlock; ++j) {
+#pragma unroll
+        for (int i4 = (j + 1) / 4; i4 < kBlock / 4; ++i4) {
+            const Float4 a = *reinterpret_cast<const Float4*>(a_column(scratch, b, j) + 4 * i4);
+            const float a4[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (4 * i4 + e > j) x[4 * i4 + e] = fmaf(-a4[e], x[j], x[4 * i4 + e]);
+        }
+    }
+    __syncwarp();  // T goes where A's columns were
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) *t_element(scratch, kBlock * b + i, lane) = static_cast<u16>(pack_f16(x[i], 0.0f));
+}
+
+// M of a diagonal block in f16, as an A fragment.
+KDA_DEVICE void mask_scores(u32 (&m)[4], const float (&M)[2][4], int block) {
+    const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
+    const float scale = kTruncation * kMScale / (block ? kWriteScale * kQueryScale / kBlock0Scale : kKeyScale * kQueryScale);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        float x[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int i = gid + 8 * (e >> 1), j = 8 * n + 2 * tid + (e & 1);
+            x[e] = j <= i ? M[n][e] * scale : 0.0f;
+        }
+        m[2 * n] = pack_f16(x[0], x[1]), m[2 * n + 1] = pack_f16(x[2], x[3]);
+    }
+}
+
+// What was loaded to a stage image and measured, by warps (half, block) (uniform, for the compiler too).
+//
+//   spare()   is called by warp (1, 0), which has time until T's diagonal blocks are solved
+//   solved()  by all of them then
+//
+// At the end each has written its part, and bulk copies may read what all have. `scratch` may be used for the next chunk after a barrier.
+template <typename Spare, typename Solved>
+KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch& scratch, Quarter part, PrepareBarriers barriers, Spare spare,
+                              Solved solved) {
+    const int half = part.half, block = part.block;
+    u32 m_own[4], m_10[4], l[4];  // f16 A fragments: (1, block)'s M; (1, 1)'s; (0, 1)'s A_10 = diag(beta) L
+    int shift;
+    {
+        float A[2][4] = {}, M[2][4] = {};
+        decay_block(lower_bound, image_bytes, scratch, part, A, M);
+        const float beta = *reinterpret_cast<const float*>(image_bytes + kBeta + 4 * (opaque(threadIdx.x) & 31));
+        if (block == 1)
+            put_scores(scratch.a[1 + half], A);
+        else if (half == 1)
+            put_scores(scratch.a[0], A);
+        if (half == 0) put_scores(scratch.m[block], M);
+        shift = beta_shift(warp_max_positive(beta));
+        barriers.all();  // sums and keys of all are here
+        if (half == 1) {
+            add_scores(M, scratch.m[block]);
+            mask_scores(m_own, M, block);
+        }
+        if (block == 1) {
+            float A_10[2][4] = {}, M_10[2][4] = {};
+            cross_blocks(image_bytes, scratch, half, A_10, M_10);
+            Float4 (&m_place)[2][32] = *reinterpret_cast<Float4 (*)[2][32]>(image_bytes + kCross);
+            if (half == 0)
+                put_scores(m_place, M_10);
+            else
+                put_scores(scratch.m[1], A_10);
+            barriers.late();
+            if (half == 0) {
+                add_scores(A_10, scratch.m[1]);
+#pragma unroll
+                for (int n = 0; n < 2; ++n) l[2 * n] = pack_f16(A_10[n][0], A_10[n][1]), l[2 * n + 1] = pack_f16(A_10[n][2], A_10[n][3]);
+            } else {
+                add_scores(M_10, m_place);
+#pragma unroll
+                for (int n = 0; n < 2; ++n) m_10[2 * n] = pack_f16(M_10[n][0], M_10[n][1]), m_10[2 * n + 1] = pack_f16(M_10[n][2], M_10[n][3]);
+            }
+        } else if (half == 0) {
+            solve_blocks(scratch, A, beta, shift);
+        } else {
+            spare();
+        }
+    }
+    barriers.all();  // T_00 and T_11 are in place
+    solved();
+
+    const int lane = opaque(threadIdx.x) & 31;  // opaque: else all that follows from it is kept from earlier
+    const u32 image = shared_address(image_bytes);
+    // Row of T (or of a tile) whose address this lane gives to ldmatrix.x4: tiles (0, 0), (8, 0), (0, 8), (8, 8).
+    const int tile_row = (lane & 7) + 8 * ((lane >> 3) & 1), tile_column = 8 * (lane >> 4);
+    if (block == 1 && half == 0) {
         // T_10 = -T_11 L T_00, where T_11's beta stands for that of A_10 = diag(beta) L.
         u32 t00[4], t11[4];
         ldmatrix_x4_trans(t00, shared_address(t_element(scratch, tile_row, tile_column)));
@@ -484,80 +578,83 @@ KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch
             t10[2 * n] = pack_f16(t[0], t[1]), t10[2 * n + 1] = pack_f16(t[2], t[3]);
         }
         stmatrix_x4(shared_address(t_element(scratch, kBlock + tile_row, tile_column)), t10);
-    } else {
-        take(M, M_10);
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-            for (int b = 0; b < 2; ++b) {
-                const float scale = kTruncation * kMScale / (b ? kWriteScale * kQueryScale / kBlock0Scale : kKeyScale * kQueryScale);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int i = gid + 8 * (e >> 1), j = 8 * n + 2 * tid + (e & 1);
-                    M[b][n][e] = j <= i ? M[b][n][e] * scale : 0.0f;
-                }
-                m_own[b][2 * n] = pack_f16(M[b][n][0], M[b][n][1]), m_own[b][2 * n + 1] = pack_f16(M[b][n][2], M[b][n][3]);
-            }
-            m_10[2 * n] = pack_f16(M_10[n][0], M_10[n][1]), m_10[2 * n + 1] = pack_f16(M_10[n][2], M_10[n][3]);
-        }
-        decayed();
     }
-    barrier();  // T is in place
 
-    // wy, this warp's channels. T^T is upper triangular: block 0 of A_k takes keys of both blocks, block 1 only its own.
+    // wy, 32 channels. T^T is upper triangular: block 0 of A_k takes keys of both blocks, block 1 only its own.
+    float x[2][2][4] = {};
+    u32 k_second[2][4];  // B fragments
+    const int row = (lane & 7) + 8 * (lane >> 4), token = 8 * ((lane >> 3) & 1);  // of T^T's A fragments: transposed loads
+    const u32 group = image + kAk + (lane_tile(half, lane) ^ (block << 6));
     {
-        u32 t_00[4], t_10[4], t_11[4];  // A fragments of T^T: transposed loads, tiles (j, i), (j + 8, i), (j, i + 8), (j + 8, i + 8)
-        const int i = (lane & 7) + 8 * (lane >> 4), j = 8 * ((lane >> 3) & 1);
-        ldmatrix_x4_trans(t_00, shared_address(t_element(scratch, i, j)));
-        ldmatrix_x4_trans(t_10, shared_address(t_element(scratch, kBlock + i, j)));
-        ldmatrix_x4_trans(t_11, shared_address(t_element(scratch, kBlock + i, kBlock + j)));
+        u32 t_00[4], t_11[4];
+        ldmatrix_x4_trans(t_00, shared_address(t_element(scratch, row, token)));
+        ldmatrix_x4_trans(t_11, shared_address(t_element(scratch, kBlock + row, kBlock + token)));
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-            const u32 group = image + kAk + (lane_tile(half, lane) ^ (m << 5));
-            u32 k_first[4], k_second[4];  // B fragments
-            ldmatrix_x4_trans(k_first, group);
-            ldmatrix_x4_trans(k_second, group + kBlock * kRowBytes);
-            u32 first[4], second[4];
+        for (int m = 0; m < 2; ++m) {
+            u32 k_first[4], second[4];
+            ldmatrix_x4_trans(k_first, group ^ (m << 5));
+            ldmatrix_x4_trans(k_second[m], (group ^ (m << 5)) + kBlock * kRowBytes);
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                float x[4] = {}, y[4] = {};
-                mma_f16(x, t_00, k_first[2 * n], k_first[2 * n + 1]);
-                mma_f16(y, t_11, k_second[2 * n], k_second[2 * n + 1]);
-                mma_f16(x, t_10, k_second[2 * n], k_second[2 * n + 1]);
-                first[2 * n] = pack_f16(x[0], x[1]), first[2 * n + 1] = pack_f16(x[2], x[3]);
+                float y[4] = {};
+                mma_f16(x[m][n], t_00, k_first[2 * n], k_first[2 * n + 1]);
+                mma_f16(y, t_11, k_second[m][2 * n], k_second[m][2 * n + 1]);
                 second[2 * n] = pack_f16(y[0], y[1]), second[2 * n + 1] = pack_f16(y[2], y[3]);
             }
-            stmatrix_x4(group, first);
-            stmatrix_x4(group + kBlock * kRowBytes, second);
+            stmatrix_x4((group ^ (m << 5)) + kBlock * kRowBytes, second);
         }
     }
     // A_q = M T by blocks; (0, 1) is zero.
+    const float scale = kQueryScale * kWriteScale / kMScale * exp2_int(-shift);
+    float z[2][4] = {};
     if (half == 1) {
-        u32 t_00[4], t_10[4], t_11[4];  // B fragments
-        ldmatrix_x4_trans(t_00, shared_address(t_element(scratch, tile_row, tile_column)));
-        ldmatrix_x4_trans(t_10, shared_address(t_element(scratch, kBlock + tile_row, tile_column)));
-        ldmatrix_x4_trans(t_11, shared_address(t_element(scratch, kBlock + tile_row, kBlock + tile_column)));
-        const float scale = kQueryScale * kWriteScale / kMScale * exp2_int(-shift);
-        u32 aq_00[4], aq_10[4], aq_11[4];
+        u32 t_own[4], aq[4];  // B fragments
+        ldmatrix_x4_trans(t_own, shared_address(t_element(scratch, kBlock * block + tile_row, kBlock * block + tile_column)));
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            float x[4] = {}, y[4] = {}, z[4] = {};
-            mma_f16(x, m_own[0], t_00[2 * n], t_00[2 * n + 1]);
-            mma_f16(y, m_10, t_00[2 * n], t_00[2 * n + 1]);
-            mma_f16(z, m_own[1], t_11[2 * n], t_11[2 * n + 1]);
-            mma_f16(y, m_own[1], t_10[2 * n], t_10[2 * n + 1]);
-            aq_00[2 * n] = pack_f16(x[0] * scale, x[1] * scale), aq_00[2 * n + 1] = pack_f16(x[2] * scale, x[3] * scale);
-            aq_10[2 * n] = pack_f16(y[0] * scale, y[1] * scale), aq_10[2 * n + 1] = pack_f16(y[2] * scale, y[3] * scale);
-            aq_11[2 * n] = pack_f16(z[0] * scale, z[1] * scale), aq_11[2 * n + 1] = pack_f16(z[2] * scale, z[3] * scale);
+            float y[4] = {};
+            mma_f16(y, m_own, t_own[2 * n], t_own[2 * n + 1]);
+            aq[2 * n] = pack_f16(y[0] * scale, y[1] * scale), aq[2 * n + 1] = pack_f16(y[2] * scale, y[3] * scale);
         }
-        const u32 none[4] = {};
-        stmatrix_x4(image + kAq + aq_offset(tile_row, lane >> 4), aq_00);
-        stmatrix_x4(image + kAq + aq_offset(tile_row, 2 + (lane >> 4)), none);
-        stmatrix_x4(image + kAq + aq_offset(kBlock + tile_row, lane >> 4), aq_10);
-        stmatrix_x4(image + kAq + aq_offset(kBlock + tile_row, 2 + (lane >> 4)), aq_11);
-    } else if (lane == 0) {
-        *reinterpret_cast<float*>(image_bytes + kShift) = exp2_int(shift);
-        *reinterpret_cast<i32*>(image_bytes + kShift + 4) = shift;
+        stmatrix_x4(image + kAq + aq_offset(kBlock * block + tile_row, 2 * block + (lane >> 4)), aq);
+        if (block == 0) {
+            const u32 none[4] = {};
+            stmatrix_x4(image + kAq + aq_offset(tile_row, 2 + (lane >> 4)), none);
+            if (lane == 0) {
+                *reinterpret_cast<float*>(image_bytes + kShift) = exp2_int(shift);
+                *reinterpret_cast<i32*>(image_bytes + kShift + 4) = shift;
+            }
+        } else {
+            u32 t_00[4];
+            ldmatrix_x4_trans(t_00, shared_address(t_element(scratch, tile_row, tile_column)));
+#pragma unroll
+            for (int n = 0; n < 2; ++n) mma_f16(z[n], m_10, t_00[2 * n], t_00[2 * n + 1]);
+        }
+    }
+    barriers.all();  // and T_10
+    {
+        u32 t_10[4];
+        ldmatrix_x4_trans(t_10, shared_address(t_element(scratch, kBlock + row, token)));
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            u32 first[4];
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                mma_f16(x[m][n], t_10, k_second[m][2 * n], k_second[m][2 * n + 1]);
+                first[2 * n] = pack_f16(x[m][n][0], x[m][n][1]), first[2 * n + 1] = pack_f16(x[m][n][2], x[m][n][3]);
+            }
+            stmatrix_x4(group ^ (m << 5), first);
+        }
+    }
+    if (half == 1 && block == 1) {
+        u32 t_10[4], aq[4];
+        ldmatrix_x4_trans(t_10, shared_address(t_element(scratch, kBlock + tile_row, tile_column)));
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            mma_f16(z[n], m_own, t_10[2 * n], t_10[2 * n + 1]);
+            aq[2 * n] = pack_f16(z[n][0] * scale, z[n][1] * scale), aq[2 * n + 1] = pack_f16(z[n][2] * scale, z[n][3] * scale);
+        }
+        stmatrix_x4(image + kAq + aq_offset(kBlock + tile_row, lane >> 4), aq);
     }
     async_proxy_fence();
 }

@@ -1,11 +1,10 @@
 // kda_prepare: the prepare step as a kernel of its own, a CTA for each chunk of each value head. Every image has its own place in
 // the workspace, so that nobody waits for anybody.
 //
-// launch  grid chunk slots * HV, 64 threads, sizeof(PrepareSmem)
+// launch  grid chunk slots * HV, 128 threads, sizeof(PrepareSmem)
 #pragma once
 #include "common/prepare.cuh"
 
-constexpr int kPrepareThreads = 64;
 struct PrepareSmem {
     alignas(128) u8 image[kStageBytes];
     PrepareScratch scratch;
@@ -25,10 +24,13 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads, 6) kda_prepare(con
     if (c >= seq.num_chunks) return;
     const Chunk chunk = chunk_of(seq, c);
     const ChunkInputs in = locate_inputs(args, seq.batch, seq.first + chunk.start, chunk.valid, hv);
-    const int half = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform, for the compiler too
-    load_half(args, in, hv, smem.image, half);
-    __syncthreads();
-    prepare_chunk(args.lower_bound, smem.image, smem.scratch, half, [] { __syncthreads(); }, [] {});
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform, for the compiler too
+    const Quarter part{warp % 2, warp / 2};
+    fetch_quarter(smem.image, in, part);
+    finish_quarter(args, in, hv, smem.image, part);
+    const PrepareBarriers barriers{1};
+    barriers.all();
+    prepare_chunk(args.lower_bound, smem.image, smem.scratch, part, barriers, [] {}, [] {});
     __syncthreads();
 
     u8* image = args.workspace + static_cast<i64>(blockIdx.x) * kStageBytes;

@@ -36,13 +36,17 @@ KDA_DEVICE void pack_state(u32 (&a)[8][4], const StateTile& state) {
 }
 
 // Chooses new units from the exact maximum, so that the larger of |v| and 2^headroom |S| has exponent `target`. Returns the largest
-// |S| in them. Rare; NaN and inf leave the units as they are.
+// |S| in them. Rare; NaN and inf in S do not count, an infinite v leaves the units as they are.
 KDA_DEVICE float choose_units(StateTile& state, float v_max, int headroom, int target) {
+    const float inf = __int_as_float(0x7f800000);
     float s_max = 0.0f;
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s_max = fmaxf(s_max, fabsf(state.s[n][e]));
+        for (int e = 0; e < 4; ++e) {
+            const float x = fabsf(state.s[n][e]);
+            s_max = fmaxf(s_max, x < inf ? x : 0.0f);
+        }
     }
     s_max = warp_max_positive(s_max);
     // Exponents rather than values: s may be far out of f16's range, v in true units far out of s's.
@@ -53,8 +57,7 @@ KDA_DEVICE float choose_units(StateTile& state, float v_max, int headroom, int t
         state.exponent = 0;
         return 0.0f;
     }
-    const float inf = __int_as_float(0x7f800000);
-    if (!(s_max < inf && v_max < inf)) return s_max;
+    if (!(v_max < inf)) return s_max;
     const int exponent = max(-100, min(log - target, 117));
     const int move = state.exponent - exponent;
     // Two steps: a single power of two might leave fp32's exponents.

@@ -5,7 +5,7 @@
 // waits after each instruction and says so (C7510 .. C7517 in the log). What it needs:
 //   * registers of a batch in flight are neither read nor written before its wait, and pin() follows that wait;
 //   * accumulators of a later batch are not written while an earlier batch is in flight;
-//   * nothing is in flight at the end of a loop's body.
+//   * what is in flight at the end of a loop's body is the same, in the same registers, when the loop begins.
 #pragma once
 #include "common/types.cuh"
 

@@ -7,13 +7,15 @@
 // Same units, number formats and rounding as common/recurrence.cuh, with wgmma: S^T [64 x 128] is the accumulator of an
 // m64n128 product, and packed to f16 the A operand of the next chunk's products. B is the stage image as it lies in shared memory.
 //
-//   tensor cores   |    X and O1 at once    |    | O2 |      S'      |                  |    X and O1
-//   registers      | v, load next, max, wait | R  |    | D, pack O    | snapshot, decay  | v ...
+//   tensor cores   |       X and O1 at once       |    | O2 |      S'      |           |       X and O1
+//   registers      | decay, v, load next, max, wait | R  |    | D, pack O    | snapshot  | decay, v ...
 //
 // A warp issues in order and waits at a wgmma that does not fit the queue, of about eight: X and O1 as one product of eight steps fit,
 // and leave the warp free.
-// The state is decayed for the next chunk right after it was packed for it: ptxas lets nobody write an accumulator while
-// an earlier batch is in flight. All else that is not arithmetic is the movers'. Two barriers a stage join the two:
+// A round of the loop ends with X of the next chunk, so that a block of code begins there: in one block ptxas puts whatever it can in
+// front of a product, the addresses of the next chunk and the unpacking of V, and X would begin a quarter of a round later. The state is
+// decayed for the next chunk right after it was packed for it, in the source before X; half of that ptxas puts behind it.
+// All else that is not arithmetic is the movers'. Two barriers a stage join the two:
 //   full    movers -> compute: the image and V's columns are here
 //   empty   compute -> movers: the stage has been read, and O lies where V's columns were
 //
@@ -56,6 +58,7 @@ template <int kStages>
 struct ChainStages {
     static constexpr int kDepth = kStages;
     static constexpr bool kTensorCopies = false;  // of columns
+    static constexpr int kAtOnce = 8;             // rows, of eight that a thread moves: the fewer, the fewer registers
     static constexpr bool kEndsEarly = false;     // a chunk ends, and its place is free, before the next one is here
     ChainSmem<kStages>& smem;
     int place;  // of the chain among those that share the stages
@@ -80,6 +83,10 @@ struct ChainStages {
     KDA_DEVICE void wait_released(const Spot& spot) const { mbarrier_wait(empty(spot), parity); }
     KDA_DEVICE void arrive_after_copies(const Spot& spot) const { mbarrier_arrive_after_cp_async(spot.full); }
 };
+// The same value throughout a warp, which the compiler cannot see: for uniform registers, where wgmma takes its operands' addresses from, a
+// chain and all loops around it must be seen to be uniform.
+KDA_DEVICE int uniform(int x) { return __reduce_or_sync(0xffffffffu, x); }
+
 // What a chain does.
 struct ChainUnit {
     int n, hv, half;
@@ -173,7 +180,7 @@ KDA_DEVICE void move_columns(const KdaArgs& args, const ChainUnit& unit, const P
             }
         }
         const u16* from = v + (chunk.start + row) * args.v_token;
-#pragma unroll
+#pragma unroll Stages::kAtOnce
         for (int i = 0; i < kSteps; ++i) {
             const bool live = row + kRows * i < chunk.valid;
             cp_async_16_or_zero(spot.tile + tile_offset(row + kRows * i, piece), live ? from : args.v, live);
@@ -191,15 +198,18 @@ KDA_DEVICE void move_columns(const KdaArgs& args, const ChainUnit& unit, const P
         const Chunk chunk = chunk_of(seq, c);
         u16* to = out + (chunk.start + row) * args.out_token;
         stages.wait_released(spot);
-        Quad32 rows[kSteps];
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) rows[i] = load_shared_quad(spot.tile + tile_offset(row + kRows * i, piece));
-        if constexpr (Stages::kTensorCopies) async_proxy_fence(), __syncwarp();  // one thread's copy refills all of it
+        for (int first = 0; first < kSteps; first += Stages::kAtOnce) {
+            Quad32 rows[Stages::kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            if (row + kRows * i < chunk.valid) store_global_quad(to, rows[i]);
-            to += kRows * args.out_token;
+            for (int i = 0; i < Stages::kAtOnce; ++i) rows[i] = load_shared_quad(spot.tile + tile_offset(row + kRows * (first + i), piece));
+#pragma unroll
+            for (int i = 0; i < Stages::kAtOnce; ++i) {
+                if (row + kRows * (first + i) < chunk.valid) store_global_quad(to, rows[i]);
+                to += kRows * args.out_token;
+            }
         }
+        if constexpr (Stages::kTensorCopies) async_proxy_fence(), __syncwarp();  // one thread's copy refills all of it
         if (c + Stages::kDepth < end) fill(c + Stages::kDepth, spot);
     }
 }
@@ -210,7 +220,7 @@ KDA_DEVICE void forget(T (&x)[kRows][kColumns]) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) x[i][j] = 0;
+        for (int j = 0; j < kColumns; ++j) set_zero_here(x[i][j]);
     }
 }
 
@@ -220,7 +230,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
     const int thread = threadIdx.x % kChainThreads, lane = threadIdx.x & 31, tid = lane & 3;
     const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // uniform, as far as the compiler can tell
     const Sequence seq = load_sequence(args, unit.n);
-    const int begin = part.begin(), num_chunks = part.end(seq) - begin;
+    const int begin = part.begin(), num_chunks = uniform(part.end(seq) - begin);
     const bool ends = part.end(seq) == seq.num_chunks;
     const int checkpoint_chunk = (seq.checkpoint + kChunk - 1) / kChunk - 1 - begin;  // below 0: none
 
@@ -253,8 +263,11 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
     // (tokens 0, columns 0), (0, 8), (8, 0), (8, 8); tokens 16 .. 31 are 16 rows further on.
     const u32 own_columns = tile_offset((lane & 7) + 8 * (lane >> 4), 2 * warp + ((lane >> 3) & 1));
 
-    u32 a[8][4];                // S^T in f16, as A fragments
-    u32 v[4][2], v_next[4][2];  // V^T of this chunk and of the next: rows gid and gid + 8 of token tile nt
+    // By a shuffle, from itself: else ptxas finds the lane out again for every chunk, which takes long.
+    const int own_decays = __shfl_sync(0xffffffffu, decay_offset(0, tid) - decay_offset(0, 0), lane);
+
+    u32 a[8][4];                      // S^T in f16, as A fragments
+    u32 v[4][2];                      // V^T of a chunk: rows gid and gid + 8 of token tile nt
     float x[4][4], o[4][4];
     int units;                        // exponent of a, R and O
     float decay[16][2], shift_scale;  // of the next chunk; 2^shift, where its betas are tiny, goes into the decay
@@ -267,7 +280,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         for (int nt = 0; nt < 4; nt += 2) {
             u32 r[4];
             ldmatrix_x4_trans(r, tile + own_columns + 8 * nt * kRowBytes);
-            v_next[nt][0] = r[0], v_next[nt][1] = r[1], v_next[nt + 1][0] = r[2], v_next[nt + 1][1] = r[3];
+            v[nt][0] = r[0], v[nt][1] = r[1], v[nt + 1][0] = r[2], v[nt + 1][1] = r[3];
         }
     };
     auto measure_v = [&] {
@@ -275,7 +288,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
 #pragma unroll
         for (int nt = 0; nt < 4; ++nt) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) largest[r] = max_abs_bf16x2(largest[r], v_next[nt][r]);
+            for (int r = 0; r < 2; ++r) largest[r] = max_abs_bf16x2(largest[r], v[nt][r]);
         }
         largest[0] = max_abs_bf16x2(largest[0], largest[1]);
         return fmaxf(bf16_lo(largest[0]), bf16_hi(largest[0]));
@@ -283,7 +296,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
     auto load_decay = [&](u32 image) {
         load_shared_pair(image + kShift, shift_scale, shift);
 #pragma unroll
-        for (int n = 0; n < 16; n += 2) load_shared_pairs(image + decay_offset(n, tid), decay[n], decay[n + 1]);
+        for (int n = 0; n < 16; n += 2) load_shared_pairs(image + decay_offset(n, 0) + own_decays, decay[n], decay[n + 1]);
     };
     auto shift_decay = [&] {
         if (shift == 0) return;
@@ -311,14 +324,30 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         state.exponent -= shift;
     };
 
-    // Before the chunk whose V was read last: whether the state is to be measured.
-    auto judge = [&](float v_max, bool shifted) {
-        const float v_largest = v_max * exp2_int(-units);
-        const bool above = __any_sync(0xffffffffu, !(v_largest <= kPassHigh && bound <= kPassShare));
-        const bool below = !__any_sync(0xffffffffu, v_largest >= kPassLow);
-        bound_next(v_largest);
-        return above || below || shifted;
+    // Begins X and the state's share of O: rows of k_decayed and of q_decayed are one operand.
+    auto multiply_state = [&](u32 image) {
+        const u32 base = operand_address(image);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+            const u64 b = operand(kRowsOf128Bytes, base + ((kKDecayed + s / 4 * kHalfStride + s % 4 * 32) >> 4));
+            if (s == 0)
+                wgmma_n64<false>(x, o, a[s], b);
+            else
+                wgmma_n64<true>(x, o, a[s], b);
+        }
+        wgmma_commit();
     };
+
+    // Before the chunk whose V was read last, each lane by itself. The state is to be measured where anybody is kOff, or nobody kLarge.
+    constexpr u32 kLarge = 1, kOff = 2;
+    auto judge = [&](float v_max, bool shifted) -> u32 {
+        const float v_largest = v_max * exp2_int(-units);
+        const bool off = shifted || !(v_largest <= kPassHigh && bound <= kPassShare);
+        bound_next(v_largest);
+        return off ? kOff : v_largest >= kPassLow ? kLarge : 0u;
+    };
+    auto all_is_well = [](u32 judgement) { return __reduce_or_sync(0xffffffffu, judgement) == kLarge; };
 
     auto spot = stages.spot();
     stages.wait(spot);
@@ -327,10 +356,11 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
     {
         const float v_max = measure_v();
         bound = before.bound, units = before.units;
-        if (begin == 0 || judge(v_max, before.shifted)) new_units(v_max);
+        if (begin == 0 || !all_is_well(judge(v_max, before.shifted))) new_units(v_max);
     }
     shift_decay();
     snapshot();
+    multiply_state(spot.image);
 
     bool shifted = false;  // whether the last chunk's betas were tiny
 #pragma unroll 1
@@ -342,23 +372,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         const auto next = stages.spot();
         const bool landed = (!Stages::kEndsEarly || more) && stages.landed(next);  // asked here, where it costs no waiting
 
-#pragma unroll
-        for (int nt = 0; nt < 4; ++nt) v[nt][0] = v_next[nt][0], v[nt][1] = v_next[nt][1];
-        // X and the state's share of O: rows of k_decayed and of q_decayed are one operand.
-        wgmma_fence();
-#pragma unroll
-        for (int s = 0; s < 8; ++s) {
-            const u64 b = operand(kRowsOf128Bytes, base + ((kKDecayed + s / 4 * kHalfStride + s % 4 * 32) >> 4));
-            if (s == 0)
-                wgmma_n64<false>(x, o, a[s], b);
-            else
-                wgmma_n64<true>(x, o, a[s], b);
-        }
-        wgmma_commit();
-
-        // In their shadow: V in units, and the next V. (Its maximum, too, as far as ptxas leaves it here.)
-#pragma unroll
-        for (int nt = 0; nt < 4; ++nt) v[nt][0] = opaque(v[nt][0]), v[nt][1] = opaque(v[nt][1]);  // unpacked here, not before X
+        // In the shadow of X, which is under way: V in units, and the next V with its maximum.
         float v_units[4][4];
         const float to_units = exp2_int(-units), v_scale = to_units * (1.0f / kWriteScale);
 #pragma unroll
@@ -382,7 +396,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
             load_v(spot.tile);  // after the last chunk: its own again, which nobody uses
             v_max = measure_v();
         } else {
-            forget(v_next);
+            forget(v);
         }
 
         wgmma_wait<0>();
@@ -426,12 +440,10 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
                                   pack_bf16(o[nt + 1][0] * scale, o[nt + 1][1] * scale),
                                   pack_bf16(o[nt + 1][2] * scale, o[nt + 1][3] * scale));
         }
-        bool measure = false;
-        if (in_time) {
-            measure = judge(v_max, shifted);
-            shift_decay();
-        }
-        const bool rare = __any_sync(0xffffffffu, measure || !in_time || !more || c == checkpoint_chunk);  // one branch for all that is
+        u32 judgement = judge(v_max, shifted);
+        // One branch for all that is rare.
+        const bool odd = shift != 0 || !in_time || !more || c == checkpoint_chunk;
+        const bool rare = !all_is_well(odd ? kOff : judgement);
 
         wgmma_wait<0>();
         pin(state.s);
@@ -446,12 +458,13 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
                 load_v(spot.tile);
                 v_max = measure_v();
                 load_decay(spot.image);
-                measure = judge(v_max, shifted);
-                shift_decay();
+                judgement = judge(v_max, shifted);
             }
-            if (measure) new_units(v_max);
+            shift_decay();
+            if (!all_is_well(judgement)) new_units(v_max);
         }
         snapshot();
+        multiply_state(spot.image);
     }
     if (ends)
         store_final(state);

@@ -5,20 +5,20 @@
 //
 // in      FusedArgs: KdaArgs (common/kda_args.cuh) and tensor maps of q, k, g and v
 // out     out bf16; final_state; checkpoint_state
-// launch  kda_fused  clusters of 2, as many as run at once at most; 384 threads, kFusedSmem
-// roles   four warps compute the chain of V's half `rank`; six prepare, two a chunk, every other chunk of the cluster's, and send what
-//         they made to the peer; one loads raw inputs; one moves V and O
+// launch  kda_fused  clusters of 2, as many as run at once at most; 640 threads, kFusedSmem
+// roles   four warps compute the chain of V's half `rank`; twelve prepare, four a chunk, every other chunk of the cluster's, and send what
+//         they made to the peer; one loads raw inputs; one moves V and O; two have nothing to do
 // order   chunks of a cluster are numbered through all its pieces of units (sequence, value head); CTA `rank` prepares those with
 //         number % 2 == rank
 // shares  more units than clusters: all chunk slots of all units in a row, a share of them to each cluster, which works on its units from the
 //         last to the first. A unit that two of them share is begun by the first one, at once, and ended by the second one, at last
 //
-//   own slots, 5      landed: loader, copies -> pair      ready: pair -> chain, sender      freed: chains of both CTAs -> loader, sender
+//   own slots, 5      landed: loader, copies -> quad      ready: quad -> chain, sender      freed: chains of both CTAs -> loader, sender
 //   peer's images, 2  ready: the peer's copy -> chain                               (freed: that of the slot they were copied from)
 //   tiles, 4          full: mover -> chain        empty: chain -> mover
 //
 // Why nobody waits forever: everything waits for something about an earlier chunk. A state is waited for that a cluster with a lower
-// number, which started earlier, makes first of all, or after it waited likewise.
+// number makes first of all, or after it waited likewise; and CTAs start in the order of their numbers.
 #include "common/cluster.cuh"
 #include "common/prepare.cuh"
 #include "common/sequence.cuh"
@@ -29,14 +29,14 @@
 struct FusedArgs {
     KdaArgs kda;  // kda.workspace: where there are shares, HandedState [clusters]
     i64 share;    // chunk slots of a cluster; 0: a cluster takes whole units in turn
-    u32 call;     // no other call's number; a flag that has it says that the state is there
-    u32 reserved[5];
+    u64 call;     // no other call's number, nor anything else's; a flag that has it says that the state is there
+    u32 reserved[4];
     TensorMap q, k, g, v;
 };
 static_assert(sizeof(FusedArgs) == 832, "keep kda_jit/backends/cuda.py in step");
 
-constexpr int kThreads = 384;  // at 168 registers
-constexpr int kPairs = 3;      // of warps that prepare
+constexpr int kQuads = 3;      // of warps that prepare
+constexpr int kThreads = 256 + kPrepareThreads * kQuads;  // at 96 registers; the last two warps have nothing to do
 constexpr int kSlots = 5, kReceived = 2, kTiles = 4;
 
 // An image, being made or complete, and its barriers.
@@ -55,7 +55,7 @@ struct FusedSmem {
     Slot own[kSlots];
     Slot received[kReceived];
     alignas(1024) u8 tile[kTiles][kChainTile];
-    PrepareScratch scratch[kPairs];
+    PrepareScratch scratch[kQuads];
     TileBarriers tile_barriers[kTiles];
     u32 shared;  // whether units are; here, since the chain has no register to spare
 };
@@ -68,9 +68,8 @@ struct Round {
     u32 index = 0, parity = 0;
 
     KDA_DEVICE u32 of(const void* first) const { return shared_address(first) + index * kBytes; }
-    KDA_DEVICE void advance(u32 step = 1) {
-        index += step;
-        if (index >= kCount) index -= kCount, parity ^= 1;
+    KDA_DEVICE void advance() {
+        if (++index == kCount) index = 0, parity ^= 1;
     }
 };
 using SlotRound = Round<kSlots, sizeof(Slot)>;
@@ -85,9 +84,9 @@ struct TileRound : Round<kTiles, kChainTile> {
 struct HandedState {
     float state[2 * kChainColumns][kHeadDim];  // in the chain's units
     Quad32 memory[2][kChainThreads];           // ChainMemory, and the state's exponent
-    u32 flag[2][kChainThreads / 32];           // of each warp's part
+    u64 flag[2][kChainThreads / 32];           // of each warp's part
 };
-static_assert(sizeof(HandedState) == 69664, "keep kda_jit/backends/cuda.py in step");
+static_assert(sizeof(HandedState) == 69696, "keep kda_jit/backends/cuda.py in step");
 
 // Chunks [first, last) of a unit. The state comes from the cluster before, and goes to the one after, where first is not the first one's,
 // and last not the last one's.
@@ -103,14 +102,14 @@ struct Piece {
 
     KDA_DEVICE void take(StateTile& state, ChainMemory& memory, int warp) const {
         HandedState& from = handed((blockIdx.x >> 1) - 1);
-        u32* flag = &from.flag[rank][warp];
+        u64* flag = &from.flag[rank][warp];
         while (__any_sync(0xffffffffu, load_acquire(flag) != args.call)) {}
         load_state(state, from.state, element(warp), false);
         const Quad32 x = load_quad(&from.memory[rank][threadIdx.x % kChainThreads]);
         memory = {__uint_as_float(x.x), static_cast<int>(x.y), __any_sync(0xffffffffu, x.z) != 0};
         state.exponent = static_cast<int>(x.w);
         __syncwarp();
-        if ((threadIdx.x & 31) == 0) store_relaxed(flag, 0);  // a graph's next replay has the same number
+        if ((threadIdx.x & 31) == 0) store_relaxed(flag, 0ull);  // a graph's next replay has the same number
     }
     KDA_DEVICE void give(StateTile state, const ChainMemory& memory, int warp) const {
         HandedState& to = handed(blockIdx.x >> 1);
@@ -125,27 +124,28 @@ struct Piece {
 };
 
 // A cluster's pieces one after another, with the number of their first chunk; by whole warps.
-// A warp's value, which the compiler cannot see to be one.
-KDA_DEVICE int uniform(int x) { return __reduce_or_sync(0xffffffffu, x); }
 template <typename Work>
 KDA_DEVICE void for_each_piece(const FusedArgs& args, const volatile u32& shared, u32 rank, Work work) {
     const KdaArgs& kda = args.kda;
     const bool shares = shared;
     const int cluster = blockIdx.x >> 1, clusters = gridDim.x >> 1;
-    // Without shares `at` is a unit, with them the end of the slots that are left.
-    const i64 all = shares ? slot_base(kda, kda.N) * kda.HV : static_cast<i64>(kda.N) * kda.HV;
-    const i64 begin = min(cluster * args.share, all);
-    i64 at = shares ? min(begin + args.share, all) : cluster;
+    // Without shares `at` is a unit, and goes up; with them the end of the slots that are left, and goes down.
+    i64 at = cluster, stop = static_cast<i64>(kda.N) * kda.HV;
+    if (shares) {
+        const i64 all = slot_base(kda, kda.N) * kda.HV;
+        stop = min(cluster * args.share, all);
+        at = min(stop + args.share, all);
+    }
     u32 number = 0;
 #pragma unroll 1
-    while (__any_sync(0xffffffffu, shares ? at > begin : at < all)) {
+    while (__any_sync(0xffffffffu, shares ? at > stop : at < stop)) {
         int n, hv, first = 0, last;
         if (shares) {
             n = sequence_of_slot(kda, (at - 1) / kda.HV);
             const i64 base = slot_base(kda, n) * kda.HV, slots = slot_base(kda, n + 1) - slot_base(kda, n);
             hv = static_cast<int>((at - 1 - base) / slots);
             const i64 unit = base + hv * slots;
-            first = static_cast<int>(max(unit, begin) - unit), last = static_cast<int>(at - unit);
+            first = static_cast<int>(max(unit, stop) - unit), last = static_cast<int>(at - unit);
             at = unit + first;
         } else {
             n = static_cast<int>(at) / kda.HV, hv = static_cast<int>(at) - n * kda.HV;
@@ -218,6 +218,7 @@ struct FusedTiles {
     KDA_DEVICE void advance() { tiles.advance(); }
     KDA_DEVICE void wait_released(const Spot& spot) const { mbarrier_wait(TileRound::empty(spot.full), tiles.parity); }
     static constexpr bool kTensorCopies = true;
+    static constexpr int kAtOnce = 2;
     // A whole tile: by one thread.
     KDA_DEVICE void copy(const Spot& spot, int column, int token, int row) const {
         mbarrier_arrive_expect_bytes(spot.full, kChainTile);
@@ -281,7 +282,7 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
             slot.advance();
         }
     });
-    for (int end = 0; end < kPairs; ++end) {  // every pair is to find one
+    for (int end = 0; end < kQuads; ++end) {  // every quad is to find one
         u8* image = begin();
         if (leader) {
             *reinterpret_cast<i32*>(image + kValid) = 0;
@@ -292,28 +293,26 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
     }
 }
 
-// Prepares every kPairs-th of this CTA's chunks, and sends them to the peer.
-KDA_DEVICE void prepare_chunks(const KdaArgs& args, FusedSmem& smem, u32 rank, int pair, int half) {
+// Prepares every kQuads-th of this CTA's chunks, and sends them to the peer.
+KDA_DEVICE void prepare_chunks(const KdaArgs& args, FusedSmem& smem, u32 rank, int quad, Quarter part) {
     const bool leader = (threadIdx.x & 31) == 0;
-    SlotRound slot;
-    slot.advance(pair);
-    int number = pair;  // among this CTA's chunks
 #pragma unroll 1
-    for (;; number += kPairs) {
-        const u32 at = slot.of(smem.own);
-        u8* image = smem.own[slot.index].image;
+    for (u32 number = quad;; number += kQuads) {  // among this CTA's chunks
+        const u32 parity = number / kSlots & 1;
+        u8* image = smem.own[number % kSlots].image;
+        const u32 at = shared_address(image);
         // Not landed's phase alone: bytes come in no order, and a parity does not tell this chunk's phase from the one before the slot's last.
-        mbarrier_wait(at + kFreed, slot.parity ^ 1);
-        mbarrier_wait(at + kLanded, slot.parity);
+        mbarrier_wait(at + kFreed, parity ^ 1);
+        mbarrier_wait(at + kLanded, parity);
         if (*reinterpret_cast<const i32*>(image + kValid) == 0) return;
-        const auto barrier = [&] { named_barrier(1 + pair, 64); };
-        measure_rows(image, half);
-        barrier();
-        prepare_chunk(args.lower_bound, image, smem.scratch[pair], half, barrier, [] {});
+        const PrepareBarriers barriers{1 + 2 * quad};
+        measure_rows(image, part);
+        barriers.all();
+        prepare_chunk(args.lower_bound, image, smem.scratch[quad], part, barriers, [] {}, [] {});
         __syncwarp();
         if (leader) mbarrier_arrive(at + kReady);
-        if (half == 1) {
-            mbarrier_wait(at + kReady, slot.parity);
+        if (part.half == 0 && part.block == 0) {
+            mbarrier_wait(at + kReady, parity);
             if (number >= kReceived) {
                 // Both chains have done with the chunk whose place at the peer this one takes.
                 const u32 last = (number - kReceived) % kSlots, round = (number - kReceived) / kSlots;
@@ -327,7 +326,6 @@ KDA_DEVICE void prepare_chunks(const KdaArgs& args, FusedSmem& smem, u32 rank, i
             }
             __syncwarp();
         }
-        slot.advance(kPairs);
     }
 }
 
@@ -339,7 +337,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSlots; ++i) {
             Slot& slot = smem.own[i];
-            mbarrier_init(shared_address(&slot.ready), 2);    // the pair's warps
+            mbarrier_init(shared_address(&slot.ready), 4);    // the quad's warps
             mbarrier_init(shared_address(&slot.freed), 8);    // the chains' warps
             mbarrier_init(shared_address(&slot.landed), 1);   // the loader, and bytes
         }
@@ -359,17 +357,19 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     in_order = __syncthreads_and(in_order);
     if (threadIdx.x == 0) smem.shared = in_order && args.share != 0;
     cluster_sync();
-    if (warp < 4) {  // 128 x 200 + 256 x 152 registers, of 384 x 168
-        raise_registers<200>();
+    if (warp < 4) {  // 128 x 192 + 384 x 80 + 128 x 48 registers, of 640 x 96
+        raise_registers<192>();
         FusedStages stages(smem, rank);
         for_each_piece(args, smem.shared, rank, [&](const ChainUnit& unit, const Piece& piece, u32) { compute_chain(args.kda, unit, piece, stages); });
+    } else if (warp < 4 + 4 * kQuads) {
+        lower_registers<80>();
+        const int quad = warp / 4 - 1, role = (warp + quad) % 4;  // each role on another of the SM's four parts
+        prepare_chunks(args.kda, smem, rank, quad, Quarter{role % 2, role / 2});
     } else {
-        lower_registers<152>();
-        if (warp < 4 + 2 * kPairs) {
-            prepare_chunks(args.kda, smem, rank, (warp - 4) / 2, warp % 2);
-        } else if (warp == 4 + 2 * kPairs) {
+        lower_registers<48>();
+        if (warp == 4 + 4 * kQuads) {
             load_chunks(args, smem, rank);
-        } else {
+        } else if (warp == 5 + 4 * kQuads) {
             FusedTiles tiles(smem, args.v);
             for_each_piece(args, smem.shared, rank, [&](const ChainUnit& unit, const Piece& piece, u32) { move_columns(args.kda, unit, piece, tiles); });
         }

@@ -7,7 +7,7 @@
 // out     out bf16; final_state; checkpoint_state
 // launch  kda_pipeline_begin  1 CTA: zeroes the flags
 //         kda_pipeline        grid = SMs, 384 threads, kPipelineSmem; after it, on the same stream
-// roles   a ticket decides: producer CTAs prepare six chunks at a time, two warps each; consumer CTAs run up to two chains, a
+// roles   a ticket decides: producer CTAs prepare three chunks at a time, four warps each, while the next ones are loaded; consumer CTAs run up to two chains, a
 //         warpgroup that computes and a warp that moves V and O each, a warp for the images, and registers from these to the former
 // order   lane = (group of sequences, head): its chunks run one after another, in two chains (halves of V); lanes run
 //         beside each other. Producers take chunks of all lanes in turn: chunk 0 of every lane, chunk 1, ...
@@ -70,7 +70,7 @@ KDA_DEVICE Group load_group(const PipelineArgs& args, int group) {
 }
 
 constexpr int kThreads = 384;          // at 168 registers
-constexpr int kPairs = kThreads / 64;  // of warps: chunks that a producer CTA works on at a time
+constexpr int kQuads = kThreads / kPrepareThreads;  // of warps: chunks that a producer CTA works on at a time
 constexpr int kChains = 2;             // of a consumer CTA
 constexpr int kMaxGroups = 64;
 constexpr int kPipelineSmem = 217088;  // for one CTA an SM, whatever its role
@@ -152,91 +152,91 @@ struct JobList {
     }
 };
 
-struct PairSmem {
-    alignas(128) u8 image[kStageBytes];
+struct QuadSmem {
+    struct alignas(128) Image {
+        u8 bytes[kStageBytes];
+    };
+    Image image[2];  // this job's and, being stored and then loaded, the one before's and the next's
     PrepareScratch scratch;
 };
 struct ProducerSmem {
-    PairSmem pair[kPairs];
-    Job jobs[kPairs][3];   // the one before, this one, the next, in turn
-    JobList list[kPairs];  // of the pair's warp 1, who has no register to spare
+    QuadSmem quad[kQuads];
+    Job jobs[kQuads][3];   // the one before, this one, the next, in turn
+    JobList list[kQuads];  // here, since no warp has registers to spare
     Group groups[kMaxGroups];
 };
 
-KDA_DEVICE void find_job(const PipelineArgs& args, ProducerSmem& smem, int pair, Job& job) {
-    JobList list = smem.list[pair];
+KDA_DEVICE void find_job(const PipelineArgs& args, ProducerSmem& smem, int quad, Job& job) {
+    JobList list = smem.list[quad];
     list.next(args, smem.groups, job);
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) smem.list[pair] = list;
+    if ((threadIdx.x & 31) == 0) smem.list[quad] = list;
     __syncwarp();
 }
 
 KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int producer, int producers) {
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), pair = warp / 2, half = warp % 2;
-    const bool leader = (threadIdx.x & 31) == 0;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), quad = warp / 4;
+    const int role = (warp + quad) % 4;  // each on another of the SM's four parts
+    const Quarter part{role % 2, role / 2};
+    const bool leader = (threadIdx.x & 31) == 0, spare_warp = part.half == 1 && part.block == 0;
     for (int g = warp; g < args.groups; g += kThreads / 32) {
         const Group group = load_group(args, g);
         if (leader) smem.groups[g] = group;
     }
     __syncthreads();
-    const auto barrier = [&] { named_barrier(1 + pair, 64); };
-    if (half == 1) {
+    const PrepareBarriers barriers{1 + 2 * quad};
+    if (spare_warp) {
         // Neighbouring heads of a chunk go to different SMs.
-        smem.list[pair] = JobList(args, smem.groups, pair * producers + producer, kPairs * producers);
+        smem.list[quad] = JobList(args, smem.groups, quad * producers + producer, kQuads * producers);
         __syncwarp();
-        find_job(args, smem, pair, smem.jobs[pair][0]);
+        find_job(args, smem, quad, smem.jobs[quad][0]);
     }
-    barrier();
-    PairSmem& own = smem.pair[pair];
-    int turn = 0;
-    // Warp 1's leader stores an image in two parts, the first while warp 0 solves. It says that the image is there one job later,
-    // when it surely is, and saying so meets the wait for the next one's second part.
-    const auto store = [&](const Job& job, bool first) {
-        if (!leader) return;
-        constexpr int kFirst = kAk;  // of each half
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int begin = half * kHalfStride, end = half == 0 ? kHalfStride : kStageBytes;
-            const int from = first ? begin : begin + kFirst, to = first ? begin + kFirst : end;
-            bulk_store(job.image + from, shared_address(own.image) + from, to - from);
-        }
-        bulk_store_commit();
-    };
+    barriers.all();
+    QuadSmem& own = smem.quad[quad];
+    int turn = 0, side = 0;  // of the jobs, of the images
+    // Warp (1, 0) stores images, and says that one is there a job later, when it surely is.
     bool owes = false;  // saying so
     const auto publish = [&] {
-        const Job& before = smem.jobs[pair][turn == 0 ? 2 : turn - 1];
+        const Job& before = smem.jobs[quad][turn == 0 ? 2 : turn - 1];
         if (leader) store_release(before.ready, before.number + 1);
         __syncwarp();
         owes = false;
     };
-    const auto decayed = [&] {
-        const Job& job = smem.jobs[pair][turn];
+    const auto spare = [&] {
+        const Job& job = smem.jobs[quad][turn];
         const u32* taken = job.consumed + (threadIdx.x & 1);
         while (__any_sync(0xffffffffu, static_cast<i32>(load_relaxed(taken)) < job.needed)) {
             if (!owes) continue;
             bulk_store_wait<0>();  // whoever this waits for may wait for that image
             publish();
         }
-        store(job, true);
-        find_job(args, smem, pair, smem.jobs[pair][turn == 2 ? 0 : turn + 1]);
+        find_job(args, smem, quad, smem.jobs[quad][turn == 2 ? 0 : turn + 1]);
+        bulk_store_wait_read<0>();  // the other image may be loaded to
+        __syncwarp();
     };
-    for (; smem.jobs[pair][turn].exists; turn = turn == 2 ? 0 : turn + 1) {
-        const Job& job = smem.jobs[pair][turn];
-        load_half(args.kda, job.in, job.hv, own.image, half);
-        barrier();
-        prepare_chunk(args.kda.lower_bound, own.image, own.scratch, half, barrier, decayed);
-        barrier();  // the image is complete
-        if (half == 1) {
-            store(job, false);
+    const auto solved = [&] {
+        const Job& next = smem.jobs[quad][turn == 2 ? 0 : turn + 1];
+        if (next.exists) fetch_quarter(own.image[side ^ 1].bytes, next.in, part);
+    };
+    if (smem.jobs[quad][0].exists) fetch_quarter(own.image[0].bytes, smem.jobs[quad][0].in, part);
+    for (; smem.jobs[quad][turn].exists; turn = turn == 2 ? 0 : turn + 1, side ^= 1) {
+        const Job& job = smem.jobs[quad][turn];
+        u8* image = own.image[side].bytes;
+        finish_quarter(args.kda, job.in, job.hv, image, part);
+        barriers.all();
+        prepare_chunk(args.kda.lower_bound, image, own.scratch, part, barriers, spare, solved);
+        barriers.all();  // the image is complete
+        if (spare_warp) {
+            if (leader) {
+                bulk_store(job.image, shared_address(image), kStageBytes);
+                bulk_store_commit();
+            }
             if (owes) {
-                bulk_store_wait<2>();  // all but this image's two parts
+                bulk_store_wait<1>();  // all but this image
                 publish();
             }
-            bulk_store_wait_read<0>();
-            __syncwarp();
             owes = true;
         }
-        barrier();  // this pair's shared memory is free, and the next job is known
     }
     if (owes) {
         bulk_store_wait<0>();
@@ -309,11 +309,12 @@ KDA_DEVICE ConsumerRole consumer_role(const PipelineArgs& args, int consumer) {
 
 // Warpgroup i computes chain i,
 KDA_DEVICE void compute(const PipelineArgs& args, ConsumerSmem& smem, const ConsumerRole& role) {
-    const int place = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    const int place = uniform(threadIdx.x / 128);
     if (place >= args.chains_per_cta) return;
     ChainStages<kStages> stages(smem.chains, place);
+    const int first = uniform(smem.group.first), last = uniform(smem.group.last);
     for (int hv = role.lane % args.heads_beside; hv < args.kda.HV; hv += args.heads_beside) {
-        for (int n = smem.group.first; n < smem.group.last; ++n)
+        for (int n = first; n < last; ++n)
             compute_chain(args.kda, ChainUnit{n, hv, role.half + place}, WholeSequence{}, stages);
     }
 }
@@ -389,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) kda_pipeline(const __g
     if (threadIdx.x == 0) shared_ticket = atomicAdd(args.flags, 1);
     __syncthreads();
     // Consumers are spread evenly over the tickets, so that any set of CTAs that runs first has both roles.
-    const int ticket = shared_ticket, total = gridDim.x;
+    const int ticket = uniform(shared_ticket), total = gridDim.x;
     if (ticket >= total) return;
     const int consumer = static_cast<int>(static_cast<i64>(ticket) * args.consumers / total);
     const bool is_consumer = static_cast<int>(static_cast<i64>(ticket + 1) * args.consumers / total) > consumer;
