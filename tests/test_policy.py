@@ -26,14 +26,17 @@ def test_what_is_taken_is_within_5_percent_of_the_fastest(row):
 @pytest.mark.parametrize(
     "N, tokens, HV, sm_count, schedule",
     [
-        (1, 12_288, 33, 132, "pipeline"),
-        (1, 12_288, 34, 132, "hopper_single"),
-        (1, 12_287, 33, 132, "hopper_single"),
-        (1, 8192, 49, 132, "hopper_single"),
-        (1, 8192, 50, 132, "fused"),
+        (1, 4096, 26, 132, "pipeline"),
+        (1, 4096, 27, 132, "hopper_single"),
+        (1, 4095, 26, 132, "hopper_single"),
+        (1, 4096, 10, 132, "hopper_single"),
+        (2, 8192, 11, 132, "pipeline"),
+        (1, 8192, 1, 132, "pipeline"),
+        (1, 8192, 41, 132, "hopper_single"),
+        (1, 8192, 42, 132, "fused"),
         (50, 50 * 255, 1, 132, "hopper_single"),
         (66, 66 * 256, 1, 132, "hopper_single"),  # eight chunks a cluster
-        (66, 66 * 512, 1, 132, "fused"),
+        (66, 66 * 384, 1, 132, "fused"),
         (1, 8192, 8, 1, "hopper"),  # no pair of SMs
         (1, 255, 66, 132, "hopper_single"),
         (1, 255, 67, 132, "hopper"),

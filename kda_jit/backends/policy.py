@@ -7,8 +7,7 @@
   until every SM is free.
 - `hopper` runs both halves on the same images: for many short sequences.
 
-Thresholds lie between cases of benchmarks/results/h200-2026-11-30-with-fused.json and
-benchmarks/results/development/2026-11-30-which-schedule.txt.
+Thresholds lie between cases of benchmarks/results/development/2026-11-30-which-schedule-2.txt.
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ def hopper_schedule(N: int, tokens: int, HV: int, sm_count: int) -> str:
     """
     heads, clusters = N * HV, sm_count // 2  # heads of sequences; pairs of SMs
     chunks = tokens * HV // _CHUNK
-    # `fused` takes as long for three quarters of the heads as for a head a cluster. It needs a few
+    # `fused` takes as long for two thirds of the heads as for a head a cluster. It needs a few
     # chunks a head, to fill its stages, and a few a cluster.
-    many = 4 * heads >= 3 * clusters and chunks >= 16 * clusters
+    many = 8 * heads >= 5 * clusters and chunks >= 12 * clusters
     if clusters and many and tokens >= 256 * N:
         return "fused"
-    if 4 * heads <= sm_count and tokens >= 12_288 * N:
+    # Preparing binds `pipeline` where heads are more than a fifth of the SMs. With very few heads
+    # `hopper_single` prepares in no time, too.
+    if 5 * heads <= sm_count and tokens >= (4096 if 12 * heads >= sm_count else 8192) * N:
         return "pipeline"
     chains = 2 * heads  # recurrences of half of V's columns
     # The chains of one sequence are equally long, and one too many costs a second round. Sequences
