@@ -243,8 +243,8 @@ def _check_launches(launch: object, base: str | None) -> Mapping[str, tuple[int,
         return {}
     if not isinstance(launch, Mapping) or not all(isinstance(entry, str) for entry in launch):
         raise InputError(
-            f"launch: expected numbers by entry with a base, such as {{'kda_prepare': (64, 33408)}}"
-            f", got {launch}."
+            "launch: expected numbers by entry with a base, such as {'kda_prepare': (128, 33408)}, "
+            f"got {launch}."
         )
     for one in launch.values():
         _check_launch(one)

@@ -18,9 +18,9 @@
 //                                       A_q's block 0   before: T_10                A_q's block 1
 //                  T_10's part
 //
-// exp(+G) and exp(-G) are taken from a block's own start, where |G| <= 80
-// cannot overflow; between the blocks every exponent is negative. Scores of a block need fp32's range for exp(-G) up to e^80 and
-// go through tf32; all else is at most 1 in magnitude and goes through f16, which is as precise.
+// exp(+G) and exp(-G) are taken from a block's own start, where |G| <= 80 cannot overflow; between the blocks every exponent is
+// negative. Scores of a block need fp32's range for exp(-G) up to e^80 and go through tf32; all else is at most 1 in magnitude and
+// goes through f16, which is as precise.
 //
 // Everything keeps the layout of MMA fragments (common/mma.cuh): a lane holds tokens gid and gid + 8 of a block, channels 2 tid
 // and 2 tid + 1 of a tile of eight. The sum of the gates over tokens is a product too: a triangle of ones times the gates

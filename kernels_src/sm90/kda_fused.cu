@@ -13,8 +13,8 @@
 // shares  more units than clusters: all chunk slots of all units in a row, a share of them to each cluster, which works on its units from the
 //         last to the first. A unit that two of them share is begun by the first one, at once, and ended by the second one, at last
 //
-//   own slots, 5      landed: loader, copies -> quad      ready: quad -> chain, sender      freed: chains of both CTAs -> loader, sender
-//   peer's images, 2  ready: the peer's copy -> chain                               (freed: that of the slot they were copied from)
+//   own slots, 5      landed: loader, copies -> quad    ready: quad -> chain, sender    freed: chains of both CTAs -> loader, quad, sender
+//   peer's images, 2  ready: the peer's copy -> chain   (freed: that of the slot they were copied from)
 //   tiles, 4          full: mover -> chain        empty: chain -> mover
 //
 // Why nobody waits forever: everything waits for something about an earlier chunk. A state is waited for that a cluster with a lower

@@ -7,8 +7,9 @@
 // out     out bf16; final_state; checkpoint_state
 // launch  kda_pipeline_begin  1 CTA: zeroes the flags
 //         kda_pipeline        grid = SMs, 384 threads, kPipelineSmem; after it, on the same stream
-// roles   a ticket decides: producer CTAs prepare three chunks at a time, four warps each, while the next ones are loaded; consumer CTAs run up to two chains, a
-//         warpgroup that computes and a warp that moves V and O each, a warp for the images, and registers from these to the former
+// roles   a ticket decides: producer CTAs prepare three chunks at a time, four warps each, and load the next ones meanwhile; consumer
+//         CTAs run up to two chains, a warpgroup that computes and a warp that moves V and O each, a warp for the images, and registers
+//         from these to the former
 // order   lane = (group of sequences, head): its chunks run one after another, in two chains (halves of V); lanes run
 //         beside each other. Producers take chunks of all lanes in turn: chunk 0 of every lane, chunk 1, ...
 // ring    each lane has `ring` stage images; a producer writes the image of chunk i when both chains are past chunk i - ring
