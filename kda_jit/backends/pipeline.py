@@ -25,7 +25,7 @@ _LINE_BYTES = 128
 # SM cycles a token, measured on an H200 (docs/notes/hopper.md): of a chain alone on its SM or of
 # two side by side, and of preparing for a value head.
 _CHAIN_CYCLES = {1: 33.0, 2: 66.0}
-_PREPARE_CYCLES = 95.0
+_PREPARE_CYCLES = 115.0
 
 
 class PipelinePlan(NamedTuple):
