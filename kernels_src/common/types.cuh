@@ -59,9 +59,6 @@ KDA_DEVICE Quad32 load_shared_quad(u32 shared) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared) : "memory");
     return v;
 }
-// Volatile, too: else the compiler sets to zero where it likes.
-KDA_DEVICE void set_zero_here(float& x) { asm volatile("mov.f32 %0, 0f00000000;" : "=f"(x)); }
-KDA_DEVICE void set_zero_here(u32& x) { asm volatile("mov.u32 %0, 0;" : "=r"(x)); }
 // Volatile, as above.
 KDA_DEVICE void load_shared_pair(u32 shared, float& x, float& y) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(shared));

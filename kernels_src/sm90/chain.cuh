@@ -59,7 +59,6 @@ struct ChainStages {
     static constexpr int kDepth = kStages;
     static constexpr bool kTensorCopies = false;  // of columns
     static constexpr int kAtOnce = 8;             // rows, of eight that a thread moves: the fewer, the fewer registers
-    static constexpr bool kEndsEarly = false;     // a chunk ends, and its place is free, before the next one is here
     ChainSmem<kStages>& smem;
     int place;  // of the chain among those that share the stages
     u32 stage = 0, parity = 0;
@@ -214,16 +213,6 @@ KDA_DEVICE void move_columns(const KdaArgs& args, const ChainUnit& unit, const P
     }
 }
 
-// For the compiler: else old values keep their registers where only one of two branches has new ones.
-template <typename T, int kRows, int kColumns>
-KDA_DEVICE void forget(T (&x)[kRows][kColumns]) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) set_zero_here(x[i][j]);
-    }
-}
-
 // The warpgroup's part of `unit`, from the initial to the final state.
 template <typename Stages, typename Part>
 KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const Part& part, Stages& stages) {
@@ -370,7 +359,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         const bool more = c + 1 < num_chunks;
         stages.advance();
         const auto next = stages.spot();
-        const bool landed = (!Stages::kEndsEarly || more) && stages.landed(next);  // asked here, where it costs no waiting
+        const bool landed = stages.landed(next);  // asked here, where it costs no waiting
 
         // In the shadow of X, which is under way: V in units, and the next V with its maximum.
         float v_units[4][4];
@@ -385,19 +374,10 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         }
         pin(v_units);
         shifted = shift != 0;
-        bool in_time = __all_sync(0xffffffffu, landed);
-        if (!Stages::kEndsEarly) {
-            if (more && !in_time) stages.wait(next);
-            in_time = true;
-        }
-        if (more) spot = next;
-        float v_max = 0.0f;
-        if (in_time) {
-            load_v(spot.tile);  // after the last chunk: its own again, which nobody uses
-            v_max = measure_v();
-        } else {
-            forget(v);
-        }
+        if (!__all_sync(0xffffffffu, landed) && more) stages.wait(next);
+        if (more) spot = next;  // after the last chunk: its own again, for nobody
+        load_v(spot.tile);
+        const float v_max = measure_v();
 
         wgmma_wait<0>();
         pin(x);
@@ -424,10 +404,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         wgmma_commit();
 
         // In their shadow: the next chunk's decays, and whether its units may stay.
-        if (in_time)
-            load_decay(spot.image);
-        else
-            forget(decay);
+        load_decay(spot.image);
         wgmma_wait<1>();
         pin(o);
         {
@@ -440,9 +417,9 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
                                   pack_bf16(o[nt + 1][0] * scale, o[nt + 1][1] * scale),
                                   pack_bf16(o[nt + 1][2] * scale, o[nt + 1][3] * scale));
         }
-        u32 judgement = judge(v_max, shifted);
+        const u32 judgement = judge(more ? v_max : 0.0f, shifted);  // what is handed on has not seen a v twice
         // One branch for all that is rare.
-        const bool odd = shift != 0 || !in_time || !more || c == checkpoint_chunk;
+        const bool odd = shift != 0 || !more || c == checkpoint_chunk;
         const bool rare = !all_is_well(odd ? kOff : judgement);
 
         wgmma_wait<0>();
@@ -453,13 +430,6 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
             if (c == checkpoint_chunk)
                 store_state(state, args.checkpoint_state, unit.n * args.checkpoint_slot + head, args.flags & kCheckpointBf16);
             if (!more) break;
-            if (!in_time) {
-                stages.wait(spot);
-                load_v(spot.tile);
-                v_max = measure_v();
-                load_decay(spot.image);
-                judgement = judge(v_max, shifted);
-            }
             shift_decay();
             if (!all_is_well(judgement)) new_units(v_max);
         }

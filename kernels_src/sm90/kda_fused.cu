@@ -162,7 +162,6 @@ KDA_DEVICE void for_each_piece(const FusedArgs& args, const volatile u32& shared
 
 // The chain's view: images from both CTAs in turn, tiles of its own.
 struct FusedStages {
-    static constexpr bool kEndsEarly = true;
     FusedSmem& smem;
     u32 rank;
     bool own;  // whether the next image is
@@ -314,7 +313,7 @@ KDA_DEVICE void prepare_chunks(const KdaArgs& args, FusedSmem& smem, u32 rank, i
         if (part.half == 0 && part.block == 0) {
             mbarrier_wait(at + kReady, parity);
             if (number >= kReceived) {
-                // Both chains have done with the chunk whose place at the peer this one takes.
+                // Both chains have done with the chunk whose place at the peer this one takes. (The phase after that one needs the copy below.)
                 const u32 last = (number - kReceived) % kSlots, round = (number - kReceived) / kSlots;
                 mbarrier_wait(shared_address(&smem.own[last].freed), round & 1);
             }
