@@ -107,7 +107,7 @@ KDA_DEVICE float scaled_row_squares(const u8* tile, int row, int half) {
     float sum = 0.0f;
 #pragma unroll 1  // rare: small rather than fast
     for (int m = 0; m < 2; ++m) {
-        const Quad32 x = load_quad(tile + tile_offset(row, 8 * half + 4 * m + (threadIdx.x & 3)));
+        const Quad32 x = load_quad(tile + tile_offset(row, 8 * half + 4 * m + (opaque(threadIdx.x) & 3)));  // opaque: as in prepare_chunk
         const u32 pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -169,7 +169,7 @@ KDA_DEVICE float inverse_norm(u8* image, int tensor, int row, float scale) {
 
 // The A fragment that adds up the gates of a block's tokens: 1 / kGateScale on and below the diagonal, 0 past the last token.
 KDA_DEVICE void cumulate_fragment(u32 (&a)[4], int valid) {
-    const int gid = (threadIdx.x & 31) >> 2, tid = threadIdx.x & 3;
+    const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;  // opaque: as in prepare_chunk
     constexpr u32 one = 0x0c00;  // 2^-12 in f16
     static_assert(kGateScale == 0x1p12f, "its inverse is spelt out here");
     const auto pair = [&](bool below, int token) {  // of tokens `token`, token + 1, which a lane has on or below its diagonal
