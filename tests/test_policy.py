@@ -8,7 +8,7 @@ import pytest
 from kda_jit.backends.policy import hopper_schedule
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
-RUN = json.loads((RESULTS / "h200-2026-11-30-with-fused.json").read_text())
+RUN = json.loads((RESULTS / "h200-2026-11-30-with-quads.json").read_text())
 SMS = RUN["device"]["sms"]
 NAMES = ("fused", "hopper", "hopper_single", "pipeline")
 #: How much slower what is taken may be, where sizes do not tell.
