@@ -37,6 +37,7 @@ from kda_jit.backends import base
 from kda_jit.pack import PackInputs
 from kda_jit.resolver import ORDER
 from kda_jit.step import Limits, Part, StepPlan, check_each_row_once, decodes_pay_apart, plan_step
+from kda_jit.testing.numeric import Mismatch
 from kda_jit.testing.serving import GARBAGE, Engine, Work
 
 H, HV, D = 1, 2, 8
@@ -875,3 +876,21 @@ def test_code_in_the_page_runs() -> None:
     assert scope["ran"].route == "scatter"
     assert bool(scope["core_attn_out"][:, :9].any(-1).all())
     assert not scope["core_attn_out"][:, 9:].any()
+
+
+def test_an_engine_allows_what_rounding_loses_and_no_more(monkeypatch):
+    """A limit far below bf16 holds nothing up; a tenth more than there should be does."""
+    core = build(dtype=torch.bfloat16)
+    engine = Engine(core, slots=24, limit=1e-5)
+    a, b = engine.add(1), engine.add(7)
+    engine.step([Work(a, "prefill", 1), Work(b, "prefill", 7)])
+    forward = core.forward
+
+    def a_tenth_more(*args: Any, **options: Any) -> Any:
+        record = forward(*args, **options)
+        args[9].mul_(1.1)  # out
+        return record
+
+    monkeypatch.setattr(core, "forward", a_tenth_more)
+    with pytest.raises(Mismatch, match="plain torch bf16"):
+        engine.step([Work(engine.add(5), "prefill", 5)])
