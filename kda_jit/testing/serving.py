@@ -27,10 +27,12 @@ from kda_jit.reference import RecurrentResult, recurrent_kda
 from kda_jit.step import StepMetadata
 
 from .cases import Inputs
-from .numeric import Limit, Mismatch, assert_close, plain_loss
+from .numeric import Limit, Mismatch, assert_close, block_errors, plain_result
 
 #: What engines leave in index buffers past the live entries.
 GARBAGE = 1_065_369_473
+#: Tokens of a head whose outputs are judged together.
+BLOCK = 16
 
 
 @dataclass(eq=False)
@@ -257,7 +259,6 @@ class Engine:
         self, order: list[Work], new: list[PackInputs], offsets: list[int] | None = None
     ) -> RecurrentResult:
         """Of all requests of a step, from their states before it."""
-        ends = torch.tensor(list(accumulate((x.q.shape[1] for x in new), initial=0)))
         return recurrent_kda(
             *_join(new),
             A_log=self.A_log,
@@ -265,12 +266,12 @@ class Engine:
             lower_bound=self.core.lower_bound,
             scale=self.core.scale,
             initial_state=torch.stack([w.request.state for w in order]),
-            cu_seqlens=ends,
+            cu_seqlens=_ends(new),
             checkpoint_offsets=None if offsets is None else torch.tensor(offsets),
         )
 
-    def _plain_loss(self, order: list[Work], new: list[PackInputs], ends: list[int]) -> float:
-        """What the outputs of a step lose where nothing but operands and outputs is rounded."""
+    def _plain_losses(self, order: list[Work], new: list[PackInputs], want: Tensor) -> Tensor:
+        """What each block of a step loses where nothing but operands and outputs is rounded."""
         states = torch.stack([w.request.state for w in order])
         inputs = Inputs(
             *_join(new),
@@ -279,27 +280,31 @@ class Engine:
             lower_bound=self.core.lower_bound,
             scale=self.core.scale,
             initial_state=states,
-            cu_seqlens=torch.tensor(ends),
+            cu_seqlens=_ends(new),
         )
-        return plain_loss(inputs, operands=self.core.dtype, chunk=16).out
+        return _block_errors(plain_result(inputs, self.core.dtype).out, want, new)
 
     def _check_outputs(self, order: list[Work], new: list[PackInputs], out: Tensor) -> None:
         if not order:
             return
-        ends = list(accumulate((x.q.shape[1] for x in new), initial=0))
+        ends = _ends(new)
         want = self._recurrence(order, new).out
         for w, begin, end in zip(order, ends, ends[1:]):
             if w.kind == "speculative" and not w.accept:
                 assert (out[:, begin:end] == 0).all(), "nothing accepted before: outputs are zero"
                 want[:, begin:end] = 0
         try:
-            assert_close("out", out, want, self._limit, cu_seqlens=torch.tensor(ends), chunk=16)
-        except Mismatch:
-            # The only token of a sequence may all but cancel; rounding its operands does as much.
+            assert_close("out", out, want, self._limit, cu_seqlens=ends, chunk=BLOCK)
+        except Mismatch as beyond:
             if self.core.dtype is torch.float32:
                 raise
-            limit = Limit(self._plain_loss(order, new, ends), slack=self._limit)
-            assert_close("out", out, want, limit, cu_seqlens=torch.tensor(ends), chunk=16)
+            # The only token of a sequence may all but cancel; rounding its operands does as much.
+            errors, losses = _block_errors(out, want, new), self._plain_losses(order, new, want)
+            limits = [Limit(loss, slack=self._limit) for loss in losses.tolist()]
+            for error, limit in zip(errors.tolist(), limits, strict=True):
+                if error > limit.allowed:
+                    words = f"out: relative RMS error {error:.1e} of a block; allowed {limit}"
+                    raise Mismatch(words, error, limit.allowed) from beyond
 
     def _check_checkpoints(
         self, order: list[Work], new: list[PackInputs], saved: Tensor, non_spec: list[Work]
@@ -359,6 +364,15 @@ class Engine:
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator)
+
+
+def _ends(new: Sequence[PackInputs]) -> Tensor:
+    return torch.tensor(list(accumulate((x.q.shape[1] for x in new), initial=0)))
+
+
+def _block_errors(got: Tensor, want: Tensor, new: Sequence[PackInputs]) -> Tensor:
+    """Of BLOCK tokens of a head each, in a row."""
+    return torch.cat([x.flatten() for x in block_errors(got, want, _ends(new), BLOCK)])
 
 
 def _join(pieces: Sequence[PackInputs]) -> PackInputs:
