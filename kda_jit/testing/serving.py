@@ -242,10 +242,12 @@ class Engine:
         x = _join([*new, _filled(self._draw(spare), torch.nan)])
         if not strided:
             return x
-        # Columns of one projection, between others that hold NaN; 16 bytes apart at least.
+        # Columns of one projection, between others that hold NaN; 16 bytes apart at least, and rows
+        # whole multiples of that, which the CUDA backend asks for.
         flat = [y.flatten(2) for y in x[:4]] + [x.beta]
         gap = x.q.new_full((1, x.q.shape[1], 8), torch.nan)
-        wide = torch.cat([z.to(x.q.dtype) for y in flat for z in (gap, y)], 2)
+        end = gap[..., : -x.beta.shape[2] % 8]
+        wide = torch.cat([*(z.to(x.q.dtype) for y in flat for z in (gap, y)), end], 2)
         columns, at = [], 0
         for y, z in zip(x, flat):
             at += 8

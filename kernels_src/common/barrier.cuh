@@ -61,6 +61,10 @@ KDA_DEVICE void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier
                  "l"(global), "r"(bytes), "r"(barrier)
                  : "memory");
 }
+// Asks for `bytes` of global memory, aligned to 16 both, so that whoever loads them finds them in L2.
+KDA_DEVICE void bulk_prefetch(const void* global, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
 
 // The way back. Joins the thread's current group; a group is waited for by the thread that committed it.
 KDA_DEVICE void bulk_store(void* global, u32 shared, u32 bytes) {

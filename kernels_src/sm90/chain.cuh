@@ -57,8 +57,6 @@ struct ChainSmem {
 template <int kStages>
 struct ChainStages {
     static constexpr int kDepth = kStages;
-    static constexpr bool kTensorCopies = false;  // of columns
-    static constexpr int kAtOnce = 8;             // rows, of eight that a thread moves: the fewer, the fewer registers
     ChainSmem<kStages>& smem;
     int place;  // of the chain among those that share the stages
     u32 stage = 0, parity = 0;
@@ -80,7 +78,6 @@ struct ChainStages {
     static KDA_DEVICE u32 empty(const Spot& spot) { return spot.full + kStages * static_cast<u32>(sizeof(u64)); }
     KDA_DEVICE void release(const Spot& spot) const { mbarrier_arrive(empty(spot)); }  // by one thread a warp
     KDA_DEVICE void wait_released(const Spot& spot) const { mbarrier_wait(empty(spot), parity); }
-    KDA_DEVICE void arrive_after_copies(const Spot& spot) const { mbarrier_arrive_after_cp_async(spot.full); }
 };
 // The same value throughout a warp, which the compiler cannot see: for uniform registers, where wgmma takes its operands' addresses from, a
 // chain and all loops around it must be seen to be uniform.
@@ -156,60 +153,63 @@ KDA_DEVICE void move_images(const KdaArgs& args, const ChainUnit& unit, const So
     }
 }
 
-// A column mover's part of `unit`, by one warp: brings V's columns to the stages, and takes O out of them.
-template <typename Stages, typename Part>
-KDA_DEVICE void move_columns(const KdaArgs& args, const ChainUnit& unit, const Part& part, Stages& stages) {
-    constexpr int kRows = 4, kSteps = kChunk / kRows;  // rows a step; a thread refills just the rows that it has read
-    const int thread = threadIdx.x & 31, row = thread / 8, piece = thread % 8;
+// Rows of 64 columns to and from a tile, by one warp: 8 of 32 rows a thread, kAtOnce at once. The fewer, the fewer registers.
+constexpr int kRowsAStep = 4, kRowSteps = kChunk / kRowsAStep;
+
+// Begins to copy `valid` rows, `step` elements apart, and zeros after them.
+template <int kAtOnce>
+KDA_DEVICE void fetch_columns(u32 tile, const u16* from, i64 step, int valid) {
+    const int lane = threadIdx.x & 31, row = lane / 8, piece = lane % 8;
+    const u16* at = from + row * step + 8 * piece;
+#pragma unroll kAtOnce
+    for (int i = 0; i < kRowSteps; ++i) {
+        const bool live = row + kRowsAStep * i < valid;
+        cp_async_16_or_zero(tile + tile_offset(row + kRowsAStep * i, piece), live ? at : from, live);
+        at += kRowsAStep * step;
+    }
+}
+template <int kAtOnce>
+KDA_DEVICE void store_columns(u32 tile, u16* to, i64 step, int valid) {
+    const int lane = threadIdx.x & 31, row = lane / 8, piece = lane % 8;
+    to += row * step + 8 * piece;
+#pragma unroll
+    for (int first = 0; first < kRowSteps; first += kAtOnce) {
+        Quad32 rows[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) rows[i] = load_shared_quad(tile + tile_offset(row + kRowsAStep * (first + i), piece));
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (row + kRowsAStep * (first + i) < valid) store_global_quad(to, rows[i]);
+            to += kRowsAStep * step;
+        }
+    }
+}
+
+// A column mover's part of `unit`, by one warp: brings V's columns to the stages, and takes O out of them. A thread refills just the rows
+// that it has read.
+template <typename Stages>
+KDA_DEVICE void move_columns(const KdaArgs& args, const ChainUnit& unit, Stages& stages) {
     const Sequence seq = load_sequence(args, unit.n);
-    const int begin = part.begin(), end = part.end(seq);
-    const int column = unit.hv * kHeadDim + unit.half * kChainColumns + 8 * piece;
+    const int column = unit.hv * kHeadDim + unit.half * kChainColumns;
     const u16* v = args.v + seq.batch * args.v_batch + seq.first * args.v_token + column;
     u16* out = args.out + seq.batch * args.out_batch + seq.first * args.out_token + column;
 
     auto fill = [&](int c, const typename Stages::Spot& spot) {
         const Chunk chunk = chunk_of(seq, c);
-        if constexpr (Stages::kTensorCopies) {
-            if (chunk.valid == kChunk) {
-                const int token = static_cast<int>(seq.first) + chunk.start;
-                const int column = unit.hv * kHeadDim + unit.half * kChainColumns;
-                if (thread == 0) stages.copy(spot, column, token, static_cast<int>(seq.batch));
-                __syncwarp();
-                return;
-            }
-        }
-        const u16* from = v + (chunk.start + row) * args.v_token;
-#pragma unroll Stages::kAtOnce
-        for (int i = 0; i < kSteps; ++i) {
-            const bool live = row + kRows * i < chunk.valid;
-            cp_async_16_or_zero(spot.tile + tile_offset(row + kRows * i, piece), live ? from : args.v, live);
-            from += kRows * args.v_token;
-        }
-        stages.arrive_after_copies(spot);
+        fetch_columns<kRowSteps>(spot.tile, v + chunk.start * args.v_token, args.v_token, chunk.valid);
+        mbarrier_arrive_after_cp_async(spot.full);
     };
     {
         Stages ahead = stages;
-        for (int c = begin; c < min(begin + Stages::kDepth, end); ++c, ahead.advance()) fill(c, ahead.spot());
+        for (int c = 0; c < min(Stages::kDepth, seq.num_chunks); ++c, ahead.advance()) fill(c, ahead.spot());
     }
 #pragma unroll 1
-    for (int c = begin; c < end; ++c, stages.advance()) {
+    for (int c = 0; c < seq.num_chunks; ++c, stages.advance()) {
         const auto spot = stages.spot();
         const Chunk chunk = chunk_of(seq, c);
-        u16* to = out + (chunk.start + row) * args.out_token;
         stages.wait_released(spot);
-#pragma unroll
-        for (int first = 0; first < kSteps; first += Stages::kAtOnce) {
-            Quad32 rows[Stages::kAtOnce];
-#pragma unroll
-            for (int i = 0; i < Stages::kAtOnce; ++i) rows[i] = load_shared_quad(spot.tile + tile_offset(row + kRows * (first + i), piece));
-#pragma unroll
-            for (int i = 0; i < Stages::kAtOnce; ++i) {
-                if (row + kRows * (first + i) < chunk.valid) store_global_quad(to, rows[i]);
-                to += kRows * args.out_token;
-            }
-        }
-        if constexpr (Stages::kTensorCopies) async_proxy_fence(), __syncwarp();  // one thread's copy refills all of it
-        if (c + Stages::kDepth < end) fill(c + Stages::kDepth, spot);
+        store_columns<kRowSteps>(spot.tile, out + chunk.start * args.out_token, args.out_token, chunk.valid);
+        if (c + Stages::kDepth < seq.num_chunks) fill(c + Stages::kDepth, spot);
     }
 }
 

@@ -7,7 +7,7 @@
 // out     out bf16; final_state; checkpoint_state
 // launch  kda_fused  clusters of 2, as many as run at once at most; 640 threads, kFusedSmem
 // roles   four warps compute the chain of V's half `rank`; twelve prepare, four a chunk, every other chunk of the cluster's, and send what
-//         they made to the peer; one loads raw inputs; one moves V and O; two have nothing to do
+//         they made to the peer; one finds the pieces of work; one loads raw inputs; one moves V and O; one has nothing to do
 // order   chunks of a cluster are numbered through all its pieces of units (sequence, value head); CTA `rank` prepares those with
 //         number % 2 == rank
 // shares  more units than clusters: all chunk slots of all units in a row, a share of them to each cluster, which works on its units from the
@@ -16,6 +16,7 @@
 //   own slots, 5      landed: loader, copies -> quad    ready: quad -> chain, sender    freed: chains of both CTAs -> loader, quad, sender
 //   peer's images, 2  ready: the peer's copy -> chain   (freed: that of the slot they were copied from)
 //   tiles, 4          full: mover -> chain        empty: chain -> mover
+//   pieces, 16        full: finder -> loader, mover, chain    empty: the other way, when all have taken note of one
 //
 // Why nobody waits forever: everything waits for something about an earlier chunk. A state is waited for that a cluster with a lower
 // number makes first of all, or after it waited likewise; and CTAs start in the order of their numbers.
@@ -36,8 +37,8 @@ struct FusedArgs {
 static_assert(sizeof(FusedArgs) == 832, "keep kda_jit/backends/cuda.py in step");
 
 constexpr int kQuads = 3;      // of warps that prepare
-constexpr int kThreads = 256 + kPrepareThreads * kQuads;  // at 96 registers; the last two warps have nothing to do
-constexpr int kSlots = 5, kReceived = 2, kTiles = 4;
+constexpr int kThreads = 256 + kPrepareThreads * kQuads;  // at 96 registers; the last warp has nothing to do
+constexpr int kSlots = 5, kReceived = 2, kTiles = 4, kPieces = 16;
 
 // An image, being made or complete, and its barriers.
 struct alignas(1024) Slot {
@@ -46,9 +47,18 @@ struct alignas(1024) Slot {
 };
 static_assert(sizeof(Slot) == kImageBytes, "barriers fit behind an image");
 constexpr int kReady = kStageBytes, kFreed = kReady + 8, kLanded = kFreed + 8;
-// V's columns of a chunk, later O's.
-struct TileBarriers {
+// Of a tile, V's columns of a chunk and later O's; of a piece.
+struct Barriers {
     u64 full, empty;
+};
+// Where a tile's rows of O go, and how many.
+struct TileOutput {
+    u16* rows;
+    i32 valid;
+};
+// Chunks [first, last) of a unit; n < 0: no more.
+struct alignas(16) Piece {
+    i32 n, hv, first, last;
 };
 
 struct FusedSmem {
@@ -56,8 +66,10 @@ struct FusedSmem {
     Slot received[kReceived];
     alignas(1024) u8 tile[kTiles][kChainTile];
     PrepareScratch scratch[kQuads];
-    TileBarriers tile_barriers[kTiles];
-    u32 shared;  // whether units are; here, since the chain has no register to spare
+    Barriers tile_barriers[kTiles];
+    TileOutput outputs[kTiles];
+    Piece pieces[kPieces];
+    Barriers piece_barriers[kPieces];
 };
 constexpr int kFusedSmem = 229376;
 static_assert(sizeof(FusedSmem) == kFusedSmem, "keep kda_jit/backends/cuda.py in step");
@@ -73,11 +85,9 @@ struct Round {
     }
 };
 using SlotRound = Round<kSlots, sizeof(Slot)>;
+KDA_DEVICE u32 empty_of(u32 full) { return full + 8; }
 struct TileRound : Round<kTiles, kChainTile> {
-    KDA_DEVICE u32 full(const FusedSmem& smem) const {
-        return shared_address(smem.tile_barriers) + index * static_cast<u32>(sizeof(TileBarriers));
-    }
-    static KDA_DEVICE u32 empty(u32 full) { return full + 8; }
+    KDA_DEVICE u32 full(const FusedSmem& smem) const { return shared_address(smem.tile_barriers) + index * static_cast<u32>(sizeof(Barriers)); }
 };
 
 // What a cluster gives to the next one, in global memory; half by half of V's columns.
@@ -88,9 +98,9 @@ struct HandedState {
 };
 static_assert(sizeof(HandedState) == 69696, "keep kda_jit/backends/cuda.py in step");
 
-// Chunks [first, last) of a unit. The state comes from the cluster before, and goes to the one after, where first is not the first one's,
-// and last not the last one's.
-struct Piece {
+// Where the chain of a piece begins and ends. The state comes from the cluster before, and goes to the one after, where first is not the first
+// one's, and last not the last one's.
+struct PieceOfSequence {
     const FusedArgs& args;
     u32 rank;
     int first, last;
@@ -123,41 +133,75 @@ struct Piece {
     }
 };
 
-// A cluster's pieces one after another, with the number of their first chunk; by whole warps.
-template <typename Work>
-KDA_DEVICE void for_each_piece(const FusedArgs& args, const volatile u32& shared, u32 rank, Work work) {
-    const KdaArgs& kda = args.kda;
-    const bool shares = shared;
-    const int cluster = blockIdx.x >> 1, clusters = gridDim.x >> 1;
-    // Without shares `at` is a unit, and goes up; with them the end of the slots that are left, and goes down.
-    i64 at = cluster, stop = static_cast<i64>(kda.N) * kda.HV;
-    if (shares) {
-        const i64 all = slot_base(kda, kda.N) * kda.HV;
-        stop = min(cluster * args.share, all);
-        at = min(stop + args.share, all);
-    }
+// Goes round the announced pieces; by whole warps.
+struct PieceRound {
+    FusedSmem& smem;
     u32 number = 0;
-#pragma unroll 1
-    while (__any_sync(0xffffffffu, shares ? at > stop : at < stop)) {
-        int n, hv, first = 0, last;
-        if (shares) {
-            n = sequence_of_slot(kda, (at - 1) / kda.HV);
-            const i64 base = slot_base(kda, n) * kda.HV, slots = slot_base(kda, n + 1) - slot_base(kda, n);
-            hv = static_cast<int>((at - 1 - base) / slots);
-            const i64 unit = base + hv * slots;
-            first = static_cast<int>(max(unit, stop) - unit), last = static_cast<int>(at - unit);
-            at = unit + first;
-        } else {
-            n = static_cast<int>(at) / kda.HV, hv = static_cast<int>(at) - n * kda.HV;
-            at += clusters;
+
+    KDA_DEVICE PieceRound(FusedSmem& smem) : smem(smem) {}
+    KDA_DEVICE u32 full() const { return shared_address(smem.piece_barriers) + number % kPieces * static_cast<u32>(sizeof(Barriers)); }
+    KDA_DEVICE u32 parity() const { return number / kPieces & 1; }
+    KDA_DEVICE void announce(const Piece& piece) {
+        mbarrier_wait(empty_of(full()), parity() ^ 1);
+        if ((threadIdx.x & 31) == 0) {
+            smem.pieces[number % kPieces] = piece;
+            mbarrier_arrive(full());
         }
-        n = uniform(n), hv = uniform(hv), first = uniform(first);
-        const int num_chunks = uniform(load_sequence(kda, n).num_chunks);
-        last = shares ? uniform(min(last, num_chunks)) : num_chunks;
-        if (first > 0 && first >= num_chunks) continue;  // slots without a chunk
-        work(ChainUnit{n, hv, static_cast<int>(rank)}, Piece{args, rank, first, last}, number);
-        number += last - first;
+        __syncwarp();
+        ++number;
     }
+    KDA_DEVICE Piece take() {
+        mbarrier_wait(full(), parity());
+        const Quad32 x = load_shared_quad(shared_address(smem.pieces) + number % kPieces * static_cast<u32>(sizeof(Piece)));
+        const Piece piece{uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w)};
+        if ((threadIdx.x & 31) == 0) mbarrier_arrive(empty_of(full()));
+        __syncwarp();
+        ++number;
+        return piece;
+    }
+};
+// By each warp that works on them. The vote: for the compiler, which otherwise does not see that a chain is uniform.
+template <typename Work>
+KDA_DEVICE void for_each_piece(FusedSmem& smem, Work work) {
+    PieceRound pieces(smem);
+#pragma unroll 1
+    for (Piece piece = pieces.take(); __any_sync(0xffffffffu, piece.n >= 0); piece = pieces.take()) work(piece);
+}
+// Finds a cluster's pieces, one after another, and tells all who work on them; by one warp, ahead of them.
+KDA_DEVICE void find_pieces(const FusedArgs& args, FusedSmem& smem, bool shares) {
+    const KdaArgs& kda = args.kda;
+    const i64 cluster = blockIdx.x >> 1, units = static_cast<i64>(kda.N) * kda.HV;
+    PieceRound pieces(smem);
+    if (!shares) {
+#pragma unroll 1
+        for (i64 unit = cluster; unit < units; unit += gridDim.x >> 1) {
+            const int n = static_cast<int>(unit) / kda.HV, hv = static_cast<int>(unit) - n * kda.HV;
+            pieces.announce(Piece{n, hv, 0, load_sequence(kda, n).num_chunks});
+        }
+    } else {
+        const i64 all = slot_base(kda, kda.N) * kda.HV, stop = min(cluster * args.share, all);
+#pragma unroll 1
+        for (i64 at = min(stop + args.share, all); __any_sync(0xffffffffu, at > stop);) {  // the end of the slots that are left
+            const int n = sequence_of_slot(kda, (at - 1) / kda.HV), num_chunks = load_sequence(kda, n).num_chunks;
+            const i64 base = slot_base(kda, n) * kda.HV, slots = slot_base(kda, n + 1) - slot_base(kda, n);
+            const int hv = static_cast<int>((at - 1 - base) / slots);
+            const i64 unit = base + hv * slots;
+            const int first = static_cast<int>(max(unit, stop) - unit), last = static_cast<int>(at - unit);
+            at = unit + first;
+            if (__any_sync(0xffffffffu, first == 0 || first < num_chunks))  // else slots without a chunk
+                pieces.announce(Piece{n, hv, first, min(last, num_chunks)});
+        }
+    }
+    pieces.announce(Piece{-1, 0, 0, 0});
+}
+// The initial state of a piece, V's half `rank`, to L2, long before the chain wants it.
+KDA_DEVICE void prefetch_state(const KdaArgs& args, const Piece& piece, u32 rank) {
+    if (piece.n < 0 || piece.first > 0 || !args.initial_state) return;
+    const i64 slot = state_slot(args, piece.n);
+    if (slot < 0 || (args.has_initial_state && !args.has_initial_state[piece.n])) return;
+    const int bytes = args.flags & kInitialBf16 ? 2 : 4;
+    const i64 element = slot * args.initial_slot + (static_cast<i64>(piece.hv) * kHeadDim + rank * kChainColumns) * kHeadDim;
+    bulk_prefetch(static_cast<const u8*>(args.initial_state) + element * bytes, kChainColumns * kHeadDim * bytes);
 }
 
 // The chain's view: images from both CTAs in turn, tiles of its own.
@@ -198,38 +242,55 @@ struct FusedStages {
         mbarrier_wait(spot.full, tiles.parity);
     }
     KDA_DEVICE void release(const Spot& spot) const {
-        mbarrier_arrive(TileRound::empty(spot.full));
+        mbarrier_arrive(empty_of(spot.full));
         peer_mbarrier_arrive(spot.freed);
     }
 };
-// The mover's view.
-struct FusedTiles {
-    static constexpr int kDepth = kTiles;
-    FusedSmem& smem;
-    const TensorMap& v;
+// Brings V's columns to the tiles, and takes O out of them; by one warp. As far ahead as there are tiles, whatever pieces they are of.
+KDA_DEVICE void move_tiles(const FusedArgs& args, FusedSmem& smem, u32 rank) {
+    constexpr int kAtOnce = 2;
+    const KdaArgs& kda = args.kda;
+    const bool leader = (threadIdx.x & 31) == 0;
     TileRound tiles;
-
-    KDA_DEVICE FusedTiles(FusedSmem& smem, const TensorMap& v) : smem(smem), v(v) {}
-    struct Spot {
-        u32 tile, full;
+    int under_way = 0;
+    const auto empty = [&] {
+        mbarrier_wait(empty_of(tiles.full(smem)), tiles.parity ^ 1);
+        const TileOutput to = smem.outputs[tiles.index];
+        store_columns<kAtOnce>(tiles.of(smem.tile), to.rows, kda.out_token, to.valid);
+        async_proxy_fence();
+        __syncwarp();  // one thread's copy refills all of it
     };
-    KDA_DEVICE Spot spot() const { return {tiles.of(smem.tile), tiles.full(smem)}; }
-    KDA_DEVICE void advance() { tiles.advance(); }
-    KDA_DEVICE void wait_released(const Spot& spot) const { mbarrier_wait(TileRound::empty(spot.full), tiles.parity); }
-    static constexpr bool kTensorCopies = true;
-    static constexpr int kAtOnce = 2;
-    // A whole tile: by one thread.
-    KDA_DEVICE void copy(const Spot& spot, int column, int token, int row) const {
-        mbarrier_arrive_expect_bytes(spot.full, kChainTile);
-        tensor_copy(spot.tile, v, column, token, row, spot.full);
-    }
-    // What cp.async copied, by the whole warp: not often.
-    KDA_DEVICE void arrive_after_copies(const Spot& spot) const {
-        cp_async_wait_all();
-        __syncwarp();
-        if ((threadIdx.x & 31) == 0) mbarrier_arrive(spot.full);
-    }
-};
+    for_each_piece(smem, [&](const Piece& piece) {
+        const Sequence seq = load_sequence(kda, piece.n);
+        const int column = piece.hv * kHeadDim + static_cast<int>(rank) * kChainColumns;
+#pragma unroll 1
+        for (int c = piece.first; c < piece.last; ++c, tiles.advance()) {
+            if (under_way == kTiles)
+                empty();
+            else
+                ++under_way;
+            const Chunk chunk = chunk_of(seq, c);
+            const i64 token = seq.first + chunk.start;
+            const u32 tile = tiles.of(smem.tile), full = tiles.full(smem);
+            if (leader) smem.outputs[tiles.index] = TileOutput{kda.out + seq.batch * kda.out_batch + token * kda.out_token + column, chunk.valid};
+            if (chunk.valid == kChunk) {
+                if (leader) {
+                    mbarrier_arrive_expect_bytes(full, kChainTile);
+                    tensor_copy(tile, args.v, column, static_cast<int>(token), static_cast<int>(seq.batch), full);
+                }
+                __syncwarp();
+            } else {
+                fetch_columns<kAtOnce>(tile, kda.v + seq.batch * kda.v_batch + token * kda.v_token + column, kda.v_token, chunk.valid);
+                cp_async_wait_all();
+                __syncwarp();
+                if (leader) mbarrier_arrive(full);
+            }
+        }
+    });
+#pragma unroll 1
+    for (int left = kTiles; left > 0; --left, tiles.advance())  // from the oldest on
+        if (left <= under_way) empty();
+}
 
 // Loads this CTA's chunks, by one warp.
 KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
@@ -240,13 +301,16 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
         mbarrier_wait(slot.of(smem.own) + kFreed, slot.parity ^ 1);
         return smem.own[slot.index].image;
     };
-    for_each_piece(args, smem.shared, rank, [&](const ChainUnit& unit, const Piece& piece, u32 number) {
-        const Sequence seq = load_sequence(kda, unit.n);
+    u32 number = 0;  // of a piece's first chunk among the cluster's
+    for_each_piece(smem, [&](const Piece& piece) {
+        if (leader) prefetch_state(kda, piece, rank);
+        const Sequence seq = load_sequence(kda, piece.n);
         int c = piece.first + ((number ^ rank) & 1);
+        number += piece.last - piece.first;
         if (c >= piece.last) return;
-        const ChunkInputs first = locate_inputs(kda, seq.batch, seq.first, 1, unit.hv);
-        ChunkScalars scalars[2] = {read_scalars(kda, first, unit.hv, 0), read_scalars(kda, first, unit.hv, 1)};
-        const int h = kda.HV == kda.H ? unit.hv : unit.hv / (kda.HV / kda.H);
+        const ChunkInputs first = locate_inputs(kda, seq.batch, seq.first, 1, piece.hv);
+        ChunkScalars scalars[2] = {read_scalars(kda, first, piece.hv, 0), read_scalars(kda, first, piece.hv, 1)};
+        const int h = kda.HV == kda.H ? piece.hv : piece.hv / (kda.HV / kda.H);
 #pragma unroll 1
         for (; c < piece.last; c += 2) {
             const Chunk chunk = chunk_of(seq, c);
@@ -262,7 +326,7 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
                 for (int half = 0; half < 2; ++half) {
                     tensor_copy(to + kRawK + half * kHalfStride, args.k, kHeadDim * h + 64 * half, token, row, landed);
                     tensor_copy(to + kRawQ + half * kHalfStride, args.q, kHeadDim * h + 64 * half, token, row, landed);
-                    tensor_copy(to + kRawG + half * kHalfStride, args.g, kHeadDim * unit.hv + 64 * half, token, row, landed);
+                    tensor_copy(to + kRawG + half * kHalfStride, args.g, kHeadDim * piece.hv + 64 * half, token, row, landed);
                 }
             }
             __syncwarp();
@@ -345,6 +409,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             mbarrier_init(shared_address(&smem.tile_barriers[i].full), 1);
             mbarrier_init(shared_address(&smem.tile_barriers[i].empty), kChainThreads / 32);
         }
+        for (int i = 0; i < kPieces; ++i) {
+            mbarrier_init(shared_address(&smem.piece_barriers[i].full), 1);
+            mbarrier_init(shared_address(&smem.piece_barriers[i].empty), kChainThreads / 32 + 2);  // and loader and mover
+        }
         mbarrier_init_fence();
         if (args.kda.T > 0)  // else there are none
             prefetch_tensor_map(args.k), prefetch_tensor_map(args.q), prefetch_tensor_map(args.g), prefetch_tensor_map(args.v);
@@ -354,12 +422,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     if (args.share != 0)
         for (int n = threadIdx.x; n < args.kda.N; n += kThreads) in_order &= sequence_start(args.kda, n) <= sequence_start(args.kda, n + 1);
     in_order = __syncthreads_and(in_order);
-    if (threadIdx.x == 0) smem.shared = in_order && args.share != 0;
     cluster_sync();
     if (warp < 4) {  // 128 x 192 + 384 x 80 + 128 x 48 registers, of 640 x 96
         raise_registers<192>();
         FusedStages stages(smem, rank);
-        for_each_piece(args, smem.shared, rank, [&](const ChainUnit& unit, const Piece& piece, u32) { compute_chain(args.kda, unit, piece, stages); });
+        for_each_piece(smem, [&](const Piece& piece) {
+            const ChainUnit unit{piece.n, piece.hv, static_cast<int>(rank)};
+            compute_chain(args.kda, unit, PieceOfSequence{args, rank, piece.first, piece.last}, stages);
+        });
     } else if (warp < 4 + 4 * kQuads) {
         lower_registers<80>();
         const int quad = warp / 4 - 1, role = (warp + quad) % 4;  // each role on another of the SM's four parts
@@ -369,8 +439,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         if (warp == 4 + 4 * kQuads) {
             load_chunks(args, smem, rank);
         } else if (warp == 5 + 4 * kQuads) {
-            FusedTiles tiles(smem, args.v);
-            for_each_piece(args, smem.shared, rank, [&](const ChainUnit& unit, const Piece& piece, u32) { move_columns(args.kda, unit, piece, tiles); });
+            move_tiles(args, smem, rank);
+        } else if (warp == 6 + 4 * kQuads) {
+            find_pieces(args, smem, in_order && args.share != 0);
         }
     }
     __syncwarp();

@@ -324,7 +324,7 @@ KDA_DEVICE void move(const PipelineArgs& args, ConsumerSmem& smem, const Consume
     ChainStages<kStages> stages(smem.chains, place);
     for (int hv = role.lane % args.heads_beside; hv < args.kda.HV; hv += args.heads_beside) {
         for (int n = smem.group.first; n < smem.group.last; ++n)
-            move_columns(args.kda, ChainUnit{n, hv, role.half + place}, WholeSequence{}, stages);
+            move_columns(args.kda, ChainUnit{n, hv, role.half + place}, stages);
     }
 }
 // and the one after those the images.

@@ -23,7 +23,7 @@ KDA_DEVICE void compute(const KdaArgs& args, const ChainUnit& unit, RecurrenceSm
 }
 KDA_DEVICE void move(const KdaArgs& args, const ChainUnit& unit, RecurrenceSmem& smem, int place) {
     ChainStages<kStages> stages(smem, place);
-    move_columns(args, unit, WholeSequence{}, stages);
+    move_columns(args, unit, stages);
 }
 KDA_DEVICE void move_images(const KdaArgs& args, const ChainUnit& unit, RecurrenceSmem& smem) {
     ChainStages<kStages> stages(smem, 0);

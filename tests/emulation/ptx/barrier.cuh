@@ -12,6 +12,7 @@ KDA_DEVICE void mbarrier_wait(u32 barrier, u32 parity) { simt::mbarrier_wait(sim
 KDA_DEVICE bool mbarrier_test(u32 barrier, u32 parity) { return simt::mbarrier_test(simt::own(barrier), parity); }
 
 KDA_DEVICE void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier) { simt::bulk_copy(shared, global, bytes, barrier); }
+KDA_DEVICE void bulk_prefetch(const void*, u32) {}
 KDA_DEVICE void bulk_store(void* global, u32 shared, u32 bytes) { simt::bulk_store(global, shared, bytes); }
 KDA_DEVICE void bulk_store_commit() { simt::bulk_store_commit(); }
 template <int kPending>
