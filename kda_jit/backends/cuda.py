@@ -38,10 +38,11 @@ _ARGS = struct.Struct("@16P16q4i2f2I")
 _PIPELINE_ARGS = struct.Struct("@P6i")
 ARGS_BYTES = _ARGS.size
 PIPELINE_ARGS_BYTES = _ARGS.size + _PIPELINE_ARGS.size
-#: FusedArgs of sm90/kda_fused.cu: share and call, then tensor maps of q, k, g and v.
+#: FusedArgs of sm90/kda_fused.cu: share and call, then tensor maps of q, k, g, v and out.
 _FUSED_ARGS = struct.Struct("@qQ16x")
 _MAPS_AT = _ARGS.size + _FUSED_ARGS.size
-FUSED_ARGS_BYTES = _MAPS_AT + 4 * tensor_map.NBYTES
+_MAPS_BYTES = 5 * tensor_map.NBYTES
+FUSED_ARGS_BYTES = _MAPS_AT + _MAPS_BYTES
 #: Channels and tokens of a tile.
 _BOX = (64, 32, 1)
 #: Sets of maps remembered for a layout: the layers of a model share one.
@@ -383,20 +384,20 @@ def _share(p: KdaProblem, clusters: int) -> tuple[int, int]:
 
 
 def _has_maps(p: KdaProblem) -> bool:
-    """Whether q, k, g and v can have tensor maps: a row expanded to several has a stride of 0."""
+    """Whether inputs can have tensor maps: a row expanded to several has a stride of 0."""
     return p.B == 1 or all(x.stride(0) > 0 for x in (p.q, p.k, p.g, p.v))
 
 
 def _write_maps(args: Array[c_char], p: KdaProblem, kernel: Kernel) -> None:
-    """Tensor maps of q, k, g and v into FusedArgs. Those of addresses that come again are known."""
+    """Tensor maps of q, k, g, v and out into FusedArgs. Those of known addresses are copied."""
     if not p.T:
         return  # nothing to copy, and the driver refuses tensors of no size
-    tensors = (p.q, p.k, p.g, p.v)
+    tensors = (p.q, p.k, p.g, p.v, p.out)
     addresses = tuple([x.data_ptr() for x in tensors])
     known: dict[tuple[int, ...], bytes] = p.layout.memo.setdefault("tensor maps", {})
     at = addressof(args) + _MAPS_AT
     if addresses in known:
-        memmove(at, known[addresses], 4 * tensor_map.NBYTES)
+        memmove(at, known[addresses], _MAPS_BYTES)
         return
     with kernel.own_context():
         for i, (x, address) in enumerate(zip(tensors, addresses, strict=True)):

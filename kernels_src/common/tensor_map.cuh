@@ -1,4 +1,4 @@
-// Tiles of tensors in global memory, copied to shared memory by one thread (sm_90 and later).
+// Tiles of tensors in global memory, copied from and to shared memory by one thread (sm_90 and later).
 #pragma once
 #include "common/barrier.cuh"
 
@@ -15,4 +15,10 @@ KDA_DEVICE void tensor_copy(u32 shared, const TensorMap& map, int channel, int t
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared),
         "l"(&map), "r"(channel), "r"(token), "r"(row), "r"(barrier)
         : "memory");
+}
+// The way back. Joins the thread's current group, as bulk_store does (common/barrier.cuh).
+KDA_DEVICE void tensor_store(u32 shared, const TensorMap& map, int channel, int token, int row) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map), "r"(channel), "r"(token),
+                 "r"(row), "r"(shared)
+                 : "memory");
 }

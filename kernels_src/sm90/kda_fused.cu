@@ -3,7 +3,7 @@
 //
 //   S' = diag(exp g_t) S      S = S' + beta_t k_t (v_t - S'^T k_t)^T      o_t = scale S^T q_t
 //
-// in      FusedArgs: KdaArgs (common/kda_args.cuh) and tensor maps of q, k, g and v
+// in      FusedArgs: KdaArgs (common/kda_args.cuh) and tensor maps of q, k, g, v and out
 // out     out bf16; final_state; checkpoint_state
 // launch  kda_fused  clusters of 2, as many as run at once at most; 640 threads, kFusedSmem
 // roles   four warps compute the chain of V's half `rank`; twelve prepare, four a chunk, every other chunk of the cluster's, and send what
@@ -32,9 +32,9 @@ struct FusedArgs {
     i64 share;    // chunk slots of a cluster; 0: a cluster takes whole units in turn
     u64 call;     // no other call's number, nor anything else's; a flag that has it says that the state is there
     u32 reserved[4];
-    TensorMap q, k, g, v;
+    TensorMap q, k, g, v, out;
 };
-static_assert(sizeof(FusedArgs) == 832, "keep kda_jit/backends/cuda.py in step");
+static_assert(sizeof(FusedArgs) == 960, "keep kda_jit/backends/cuda.py in step");
 
 constexpr int kQuads = 3;      // of warps that prepare
 constexpr int kThreads = 256 + kPrepareThreads * kQuads;  // at 96 registers; the last warp has nothing to do
@@ -53,8 +53,8 @@ struct Barriers {
 };
 // Where a tile's rows of O go, and how many.
 struct TileOutput {
-    u16* rows;
-    i32 valid;
+    i64 token;  // of the batch row
+    i32 row, column, valid;
 };
 // Chunks [first, last) of a unit; n < 0: no more.
 struct alignas(16) Piece {
@@ -256,8 +256,17 @@ KDA_DEVICE void move_tiles(const FusedArgs& args, FusedSmem& smem, u32 rank) {
     const auto empty = [&] {
         mbarrier_wait(empty_of(tiles.full(smem)), tiles.parity ^ 1);
         const TileOutput to = smem.outputs[tiles.index];
-        store_columns<kAtOnce>(tiles.of(smem.tile), to.rows, kda.out_token, to.valid);
-        async_proxy_fence();
+        if (to.valid == kChunk) {
+            if (leader) {
+                async_proxy_fence();
+                tensor_store(tiles.of(smem.tile), args.out, to.column, static_cast<int>(to.token), to.row);
+                bulk_store_commit();
+                bulk_store_wait_read<0>();
+            }
+        } else {
+            store_columns<kAtOnce>(tiles.of(smem.tile), kda.out + to.row * kda.out_batch + to.token * kda.out_token + to.column, kda.out_token, to.valid);
+            async_proxy_fence();
+        }
         __syncwarp();  // one thread's copy refills all of it
     };
     for_each_piece(smem, [&](const Piece& piece) {
@@ -272,7 +281,7 @@ KDA_DEVICE void move_tiles(const FusedArgs& args, FusedSmem& smem, u32 rank) {
             const Chunk chunk = chunk_of(seq, c);
             const i64 token = seq.first + chunk.start;
             const u32 tile = tiles.of(smem.tile), full = tiles.full(smem);
-            if (leader) smem.outputs[tiles.index] = TileOutput{kda.out + seq.batch * kda.out_batch + token * kda.out_token + column, chunk.valid};
+            if (leader) smem.outputs[tiles.index] = TileOutput{token, static_cast<int>(seq.batch), column, chunk.valid};
             if (chunk.valid == kChunk) {
                 if (leader) {
                     mbarrier_arrive_expect_bytes(full, kChainTile);
@@ -415,7 +424,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         }
         mbarrier_init_fence();
         if (args.kda.T > 0)  // else there are none
-            prefetch_tensor_map(args.k), prefetch_tensor_map(args.q), prefetch_tensor_map(args.g), prefetch_tensor_map(args.v);
+            prefetch_tensor_map(args.k), prefetch_tensor_map(args.q), prefetch_tensor_map(args.g), prefetch_tensor_map(args.v), prefetch_tensor_map(args.out);
     }
     // Shares are of sequences in order, without a gap before the first; whatever else cu_seqlens says is done unit by unit.
     bool in_order = sequence_start(args.kda, 0) < kChunk;

@@ -290,3 +290,32 @@ def test_arrays_of_another_device_stay_there(x: Inputs) -> None:
     assert out.device.id == state.device.id == 1
     assert torch.equal(tensor(out).to("cuda:0"), want)
     assert torch.equal(tensor(state).to("cuda:0"), want_state)
+
+
+def test_jax_in_jax_out_with_the_bits_of_a_call_with_tensors(
+    x: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX computes on streams of its own and hands out what is still under way."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax = pytest.importorskip("jax", reason="needs jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs jax with CUDA")
+    want, want_state = kda_jit.prefill(*x.args, **x.kwargs)
+    ran = kda_jit.last_launch()
+    tensors = dict(zip(TOKENS, x.args, strict=True)) | x.kwargs
+    arguments = {
+        name: jax.numpy.copy(jax.numpy.from_dlpack(y)) if isinstance(y, Tensor) else y
+        for name, y in tensors.items()
+    }
+    late = jax.numpy.ones((4096, 4096))
+    for _ in range(50):
+        late = late @ late * 0
+    arguments["q"] = arguments["q"] + late[0, 0].astype(arguments["q"].dtype)
+    out, state = kda_jit.prefill(**arguments)
+    assert kda_jit.last_launch() == ran
+    assert isinstance(out, jax.Array) and isinstance(state, jax.Array)
+    assert out.devices() == state.devices() == set(jax.devices("gpu")[:1])
+    assert torch.equal(torch.from_dlpack(out), want)
+    assert torch.equal(torch.from_dlpack(state), want_state)
+    with pytest.raises(InputError, match=r"^out: .*JAX's arrays cannot be written"):
+        kda_jit.prefill(**arguments, out=out)

@@ -143,17 +143,21 @@ void bulk_store_wait(int pending, bool only_read) {
     machine.perhaps_yield();
 }
 
-void tensor_copy(u32 to, const void* map, int channel, int token, int row, u32 barrier) {
-    machine.lane().where = SIMT_HERE;
+static TensorLayout tensor_layout(const void* map) {
     TensorLayout x;
     std::memcpy(&x, map, sizeof x);
     if (x.mark != kTensorMark) machine.fail("a tensor copy by what is no tensor map");
+    // The 128-byte swizzle takes bits 7 .. 9 of the address into bits 4 .. 6, so a tile begins where those are zero.
+    if (x.box[0] * x.element_bytes != 128 || x.box[2] != 1) machine.fail("a tensor map whose boxes are not rows of 128 bytes");
+    return x;
+}
+void tensor_copy(u32 to, const void* map, int channel, int token, int row, u32 barrier) {
+    machine.lane().where = SIMT_HERE;
+    const TensorLayout x = tensor_layout(map);
     Cta& target = machine.cta_of(to);
     std::byte* memory = machine.shared(barrier, 8, 8);
     if (&machine.cta_of(barrier) != &target) machine.fail("a bulk copy whose mbarrier is not where it goes");
     const u32 row_bytes = x.box[0] * x.element_bytes, tokens = x.box[1];
-    // The 128-byte swizzle takes bits 7 .. 9 of the address into bits 4 .. 6, so a tile begins where those are zero.
-    if (row_bytes != 128 || x.box[2] != 1) machine.fail("a tensor map whose boxes are not rows of 128 bytes");
     std::byte* tile = machine.shared(to, row_bytes * tokens, 1024);
     std::memset(tile, 0xff, row_bytes * tokens);
     const auto copy_rows = [=, &target](u32 begin, u32 end) {
@@ -180,6 +184,35 @@ void tensor_copy(u32 to, const void* map, int channel, int token, int row, u32 b
         if (begin == end) continue;
         machine.add({Event::kLoad, &target, nullptr, &machine.lane(), 0, [copy_rows, begin = begin, end = end] { copy_rows(begin, end); }});
     }
+    machine.perhaps_yield();
+}
+
+void tensor_store(u32 from, const void* map, int channel, int token, int row) {
+    Lane& lane = machine.lane();
+    lane.where = SIMT_HERE;
+    const TensorLayout x = tensor_layout(map);
+    const u32 row_bytes = x.box[0] * x.element_bytes, tokens = x.box[1];
+    const std::byte* tile = machine.shared(own(from), row_bytes * tokens, 1024);
+    std::vector<std::pair<std::byte*, u32>> places;  // where a piece goes, and where it lies in the tile
+    for (u32 i = 0; i < tokens; ++i) {
+        for (u32 piece = 0; piece < row_bytes / kPiece; ++piece) {
+            const u32 elements = kPiece / x.element_bytes;
+            const long long at[3] = {static_cast<long long>(channel) + piece * elements, static_cast<long long>(token) + i, row};
+            bool inside = true;
+            for (int d = 0; d < 3; ++d) inside &= at[d] >= 0 && static_cast<u64>(at[d]) + (d == 0 ? elements : 1) <= x.extent[d];
+            if (!inside) machine.fail("a tensor store that is not all inside of the tensor");
+            std::byte* target = const_cast<std::byte*>(x.address) + at[0] * x.element_bytes + at[1] * x.stride[0] + at[2] * x.stride[1];
+            std::memset(target, 0xff, kPiece);
+            places.emplace_back(target, i * row_bytes + (piece ^ (i & 7)) * kPiece);
+        }
+    }
+    const u32 group = lane.store_group, bytes = row_bytes * tokens;
+    machine.add({Event::kStoreRead, &machine.cta(), nullptr, &lane, group, [&lane, tile, bytes, group, places = std::move(places)] {
+                     std::vector<std::byte> content(tile, tile + bytes);
+                     machine.add({Event::kStoreWrite, nullptr, nullptr, &lane, group, [content = std::move(content), places = std::move(places)] {
+                                      for (const auto& [target, at] : places) std::memcpy(target, content.data() + at, kPiece);
+                                  }});
+                 }});
     machine.perhaps_yield();
 }
 

@@ -78,6 +78,7 @@ void bulk_store(void* to, u32 from, u32 bytes);
 void bulk_store_commit();
 void bulk_store_wait(int pending, bool only_read);
 void tensor_copy(u32 to, const void* map, int channel, int token, int row, u32 barrier);
+void tensor_store(u32 from, const void* map, int channel, int token, int row);
 
 // -- global memory -----------------------------------------------------------------------------------------------------------------------
 
