@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -53,6 +54,15 @@ def _nan_states(x: Inputs, dtype: torch.dtype = torch.float32) -> Tensor:
     """[N, HV, V, K] for a call to fill."""
     shape = (x.N, *x.v.shape[2:], x.q.shape[3])
     return torch.full(shape, torch.nan, dtype=dtype, device=x.q.device)
+
+
+def _rms_log_decay(initial: Tensor, final: Tensor) -> float:
+    """How often e-fold what is left has decayed, in the sequence and head where it is most."""
+    initial, final = initial.double(), final.double()
+    left = final.square()
+    folds = torch.where(left > 0, (final / initial).log(), 0.0)
+    share = (left * folds.square()).sum((-2, -1)) / left.sum((-2, -1)).clamp_min(1e-300)
+    return share.max().sqrt().item()
 
 
 # -- against the recurrence ----------------------------------------------------------------------
@@ -120,11 +130,19 @@ def checkpoint(t: Trial, *, offsets: Sequence[int] | None = None) -> None:
 
 @law(regimes=("slow", "mixed", "saturated_open", "large_state"), sequences=2, initial=True)
 def decay(t: Trial) -> None:
-    """With beta = 0 nothing is learnt: the state only decays, whatever the keys and values."""
+    """With beta = 0 nothing is learnt: the state only decays, whatever the keys and values.
+
+    Log decays may be rounded to 11 bits, as f16 and tf32 have: by 2^-12 of themselves, and by as
+    much of their sum the state errs relative to what is left of it.
+    """
     x = t.x.replace(beta=torch.full_like(t.x.beta, -200.0))
     _, state = t.run(x)
     want = x.reference()
-    t.close("final_state", state, want.final_state, t.subject.limits(x, want)[1])
+    assert x.initial_state is not None
+    limit = t.subject.limits(x, want)[1]
+    log_decay = _rms_log_decay(x.initial_state, want.final_state)
+    allowed = replace(limit, slack=limit.slack + 2.0**-12 * log_decay)
+    t.close("final_state", state, want.final_state, allowed)
     other = x.replace(k=x.k.roll(1, -1), v=-x.v)
     t.equal("final_state", t.run(other)[1], state)
 
@@ -169,8 +187,10 @@ def causal(t: Trial, *, cut: int | None = None, seed: int | None = None) -> None
     out, other = t.run(x)[0], t.run(changed)[0]
     before = x.pack([(0, 0, cut)])
     t.same("out", other[:, :cut], out[:, :cut], before)
-    if cut < T:
-        t.holds(not torch.equal(other[:, cut:T], out[:, cut:T]), "out: deaf to its own tokens")
+    heard = other[:, cut:T].ne(out[:, cut:T]).any()
+    if cut < T and not heard:  # as it should be where queries or values are all zero
+        same = torch.equal(x.reference().out[:, cut:T], changed.reference().out[:, cut:T])
+        t.holds(same, "out: deaf to its own tokens")
 
 
 @law(sequences=4, packed=True)

@@ -244,11 +244,11 @@ def test_one_workspace_on_one_stream_after_another(ops):
     x = RAGGED.tensors("cuda")
     first, _ = step(x, ops)
     ops.fwd(**first)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
     second = first | {
         name: torch.full_like(first[name], torch.nan) for name in ("out", "final_state")
     }
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         ops.fwd(**second)
     torch.cuda.current_stream().wait_stream(side)
