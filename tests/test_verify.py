@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,45 @@ def test_the_same_seed_draws_the_same_cases() -> None:
     assert cases(1) == cases(1) != cases(2)
     one, two = (verify.verify(subject, laws=["split"], seed=7, **QUICK) for _ in range(2))
     assert one.cells == two.cells
+
+
+def test_shares_of_processes_make_the_whole() -> None:
+    again = partial(verify.find_subject, "torch", CPU)
+    kwargs: dict[str, Any] = {"laws": ["split", "empty", "graph"], "regimes": ["random", "slow"]}
+    seen: list[tuple[int, int, str]] = []
+    alone = verify.verify(again(), **kwargs, examples=2)
+    report = verify.verify(
+        again(), **kwargs, examples=2, jobs=2, again=again, progress=lambda *x: seen.append(x)
+    )
+    assert report.cells == alone.cells
+    assert report.ran == alone.ran == ("torch: torch_chunk16",)
+    assert [x[:2] for x in seen] == [*((i, 6) for i in range(1, 7)), (6, 6)]
+    with pytest.raises(InputError, match="jobs"):
+        verify.verify(again(), jobs=2)
+
+
+def dies(*args: Any, **kwargs: Any) -> Any:
+    """As a GPU's driver might: no exception, no process."""
+    os._exit(3)
+
+
+def test_a_process_that_dies_leaves_its_cells_untried() -> None:
+    name = f"{__name__}:dies"
+    again = partial(verify.find_subject, name, CPU)
+    report = verify.verify(
+        again(), laws=["split"], regimes=["random", "slow"], examples=1, jobs=2, again=again
+    )
+    assert not report.passed
+    assert {cell.status for cell in report.cells} == {verify.UNTRIED}
+    assert all(cell.words for cell in report.cells)
+
+
+def test_each_law_gets_as_many_cases_as_asked_for() -> None:
+    report = verify.verify(Runner("torch", CPU), laws=["closed", "empty"], each_law=40)
+    for law in report.laws:
+        tried = [c for c in report.cells if c.law == law and c.status == verify.HOLDS]
+        assert sum(cell.examples for cell in tried) >= 40, law
+        assert len({cell.examples for cell in tried}) == 1
 
 
 def test_long_adds_a_long_sequence() -> None:

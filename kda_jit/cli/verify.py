@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,6 +43,9 @@ def verify(
         list[str] | None, typer.Option(help="Kinds of numbers, likewise. Default: all.")
     ] = None,
     examples: Annotated[int, typer.Option(help="Cases of each law on each regime.")] = 3,
+    each_law: Annotated[
+        int, typer.Option(help="Cases of each law over all regimes, at least; 0: as may be.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of the cases.")] = 0,
     case: Annotated[str, typer.Option(help="This one case instead, as a report prints it.")] = "",
     long: Annotated[
@@ -66,6 +70,8 @@ def verify(
     bitwise: Annotated[
         bool, typer.Option("--bitwise", help="Hold a function to equal bits, as ours are.")
     ] = False,
+    jobs: Annotated[int, typer.Option(help="Processes that share the work.")] = 1,
+    commit: Annotated[str, typer.Option(help="For the report; empty: that of this checkout.")] = "",
     list_: Annotated[
         bool, typer.Option("--list", help="Print laws and regimes, and try nothing.")
     ] = False,
@@ -91,7 +97,7 @@ def verify(
                 raise InputError(f"report: expected a name that ends in .json or .md, got {path}.")
             path.parent.mkdir(parents=True, exist_ok=True)
         one = _case(case)
-        subject = _subject(backend, device, flashkda, dtype, head_dim, bitwise)
+        again = partial(_subject, backend, device, flashkda, dtype, head_dim, bitwise)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -101,13 +107,17 @@ def verify(
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("verify", total=None)
             found = work.verify(
-                subject,
+                again(),
                 laws=_names(laws),
                 regimes=_names(regimes),
                 examples=examples,
+                each_law=each_law,
                 seed=seed,
                 case=one,
                 long=long,
+                jobs=jobs,
+                again=again,
+                commit=commit,
                 progress=lambda done, total, words: bar.update(
                     task, completed=done, total=total, description=words or "done"
                 ),

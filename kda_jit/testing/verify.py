@@ -14,11 +14,14 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
+import multiprocessing
 import os
+import queue
 import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +41,7 @@ from .laws import EVERY, LAWS, NOT_WORTH_TRYING, Law, Measured
 from .numeric import Limit, Mismatch
 from .runner import Function, Runner, Subject, rounding_limits, why_not
 
-#: Called with (cells done, cells in all, what comes next).
+#: Called with (cells done, cells in all, the last of them).
 Progress = Callable[[int, int, str], None]
 
 #: With `long`, these laws also see one sequence of so many tokens in these regimes.
@@ -361,43 +364,46 @@ def verify(
     laws: Sequence[str] = (),
     regimes: Sequence[str] = (),
     examples: int = 3,
+    each_law: int = 0,
     seed: int = 0,
     case: Case | None = None,
     long: bool = False,
+    jobs: int = 1,
+    again: Callable[[], Subject] | None = None,
+    commit: str = "",
     progress: Progress | None = None,
 ) -> Report:
     """Tries the laws (all) on the regimes (all of EVERY) with `examples` cases a cell.
 
-    case  this one case instead, on its own regime
-    long  also one sequence of 16384 tokens where rounding adds up
+    each_law  at least so many cases of a law, over all of its regimes
+    case      this one case instead, on its own regime
+    long      also one sequence of 16384 tokens where rounding adds up
+    jobs      processes that share the cells; each makes its subject by `again`, which is pickled
+    commit    for the report; empty: that of this checkout
     """
     chosen = [LAWS[name] for name in _known("law", laws, LAWS)]
     kinds = _known("regime", regimes, REGIMES, EVERY) if case is None else [case.regime]
     if examples < 1:
         raise InputError(f"examples: expected at least 1, got {examples}.")
+    if jobs < 1 or (jobs > 1 and again is None):
+        raise InputError(f"jobs: expected 1, or more and a way to make the subject, got {jobs}.")
     start = time.perf_counter()
+    places = []
+    for law in chosen:
+        able = sum(law.why_not(subject, regime) is None for regime in kinds)
+        cases = max(examples, -(-each_law // max(able, 1)))
+        places += [Place(law.name, regime, cases) for regime in kinds]
     ran: dict[str, None] = {}
-    cells: list[Cell] = []
-    places = [(law, regime) for law in chosen for regime in kinds]
-    lost = ""
-    for i, (law, regime) in enumerate(places):
-        if progress is not None:
-            progress(i, len(places), f"{law.name} x {regime}")
-        if lost:
-            cells.append(Cell(law.name, regime, UNTRIED, words=lost))
-            continue
-        if reason := (law.why_not if case is None else law.cannot)(subject, regime):
-            cells.append(Cell(law.name, regime, SKIPPED, words=reason))
-            continue
-        if case is not None:
-            cells.append(_try(law, subject, [case], 1, ran, shrink=False))
-        else:
-            extra = long and law.name in LONG_LAWS and regime in LONG_REGIMES
-            drawn = _draw(law, subject, regime, examples, seed, extra)
-            cells.append(_try(law, subject, drawn, examples + extra, ran))
-        lost = _lost(subject)
-    if progress is not None:
-        progress(len(places), len(places), "")
+    tell = progress or (lambda done, total, words: None)
+    if jobs == 1:
+        cells = []
+        for i, cell in enumerate(_cells(subject, places, seed, case, long, ran)):
+            cells.append(cell)
+            tell(i + 1, len(places), f"{cell.law} x {cell.regime}")
+    else:
+        assert again is not None
+        cells = _shared(again, places, seed, case, long, ran, min(jobs, len(places)), tell)
+    tell(len(places), len(places), "")
     if isinstance(subject, PeerRunner):
         ran[f"{subject.name} {subject.peer.version}"] = None
     elif isinstance(subject, Function):
@@ -414,11 +420,101 @@ def verify(
         seconds=time.perf_counter() - start,
         head={
             "date": datetime.date.today().isoformat(),
-            "commit": machine.checkout_commit() or "unknown",
+            "commit": commit or machine.checkout_commit() or "unknown",
             "gpu": _device_name(subject.device),
             "versions": machine.versions(),
         },
     )
+
+
+class Place(NamedTuple):
+    """A cell that is yet to be: how many cases of a law on a regime."""
+
+    law: str
+    regime: str
+    cases: int
+
+
+def _cells(
+    subject: Subject,
+    places: Iterable[Place],
+    seed: int,
+    case: Case | None,
+    long: bool,
+    ran: dict[str, None],
+) -> Iterator[Cell]:
+    lost = ""
+    for name, regime, cases in places:
+        law = LAWS[name]
+        if lost:
+            yield Cell(name, regime, UNTRIED, words=lost)
+            continue
+        if reason := (law.why_not if case is None else law.cannot)(subject, regime):
+            yield Cell(name, regime, SKIPPED, words=reason)
+            continue
+        if case is not None:
+            yield _try(law, subject, [case], 1, ran, shrink=False)
+        else:
+            extra = long and name in LONG_LAWS and regime in LONG_REGIMES
+            drawn = _draw(law, subject, regime, cases, seed, extra)
+            yield _try(law, subject, drawn, cases + extra, ran)
+        lost = _lost(subject)
+
+
+def _shared(
+    again: Callable[[], Subject],
+    places: Sequence[Place],
+    seed: int,
+    case: Case | None,
+    long: bool,
+    ran: dict[str, None],
+    jobs: int,
+    tell: Progress,
+) -> list[Cell]:
+    """The cells by processes: a device that one of them loses is lost for its share alone."""
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    cells: dict[int, Cell] = {}
+    with context.Manager() as manager, ProcessPoolExecutor(jobs, context) as pool:
+        done: queue.Queue[tuple[int, Cell]] = manager.Queue()
+        numbered = list(enumerate(places))
+        shares: list[Future[list[str]]] = [
+            pool.submit(_do_share, again, numbered[first::jobs], seed, case, long, done)
+            for first in range(jobs)
+        ]
+        while True:
+            ended = all(share.done() for share in shares)
+            try:
+                i, cell = done.get(timeout=0.0 if ended else 0.1)
+            except queue.Empty:
+                if ended:
+                    break
+                continue
+            cells[i] = cell
+            tell(len(cells), len(places), f"{cell.law} x {cell.regime}")
+    for i, place in numbered:
+        error = shares[i % jobs].exception()
+        if error is None:
+            ran.update(dict.fromkeys(shares[i % jobs].result()))
+        words = f"{type(error).__name__}: {error}"
+        cells.setdefault(i, Cell(place.law, place.regime, UNTRIED, words=words))
+    return [cells[i] for i, _ in numbered]
+
+
+def _do_share(
+    again: Callable[[], Subject],
+    share: Sequence[tuple[int, Place]],
+    seed: int,
+    case: Case | None,
+    long: bool,
+    done: queue.Queue[tuple[int, Cell]],
+) -> list[str]:
+    """In a process of its own; says what was seen to run."""
+    ran: dict[str, None] = {}
+    numbers = [i for i, _ in share]
+    cells = _cells(again(), [place for _, place in share], seed, case, long, ran)
+    for i, cell in zip(numbers, cells, strict=True):
+        done.put((i, cell))
+    return list(ran)
 
 
 def _draw(
