@@ -205,7 +205,7 @@ class Timer:
         contender.call()
         torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             for _ in range(calls):
                 contender.call()
             torch.cuda.synchronize()
