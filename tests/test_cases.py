@@ -9,6 +9,7 @@ import torch
 from hypothesis import find, given
 
 from kda_jit.testing import REGIMES, TABLE_ROWS, Case
+from kda_jit.testing.cases import judged_on
 from kda_jit.testing.strategies import EDGE_LENGTHS, cases
 
 
@@ -121,3 +122,14 @@ def test_cases_shrink_to_something_small() -> None:
     assert sum(case.lengths) <= 49
     assert (case.heads, case.regime, case.seed) == (1, "random", 0)
     assert {15, 16, 17, 0, 1} <= set(EDGE_LENGTHS)
+
+
+def test_references_are_computed_where_they_are_asked_for() -> None:
+    x = Case(seed=3, lengths=(20, 0, 3), heads=2, padding=2).tensors()
+    want, seen = x.reference(), []
+    with judged_on(torch.device("cpu", 0)):  # another device, as torch compares them
+        got = x.judge(lambda y: seen.append(y) or want)
+        assert all(torch.equal(a, b) for a, b in zip(x.reference()[:2], want[:2], strict=True))
+    assert seen[0] is not x and seen[0].case == x.case
+    assert all(torch.equal(a, b) for a, b in zip(got[:2], want[:2], strict=True))
+    assert x.judge(lambda y: want if y is x else None) is want

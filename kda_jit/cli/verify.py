@@ -176,8 +176,7 @@ def _subject(
         if place.index is None:
             place = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(place)
-    else:
-        torch.set_num_threads(1)  # the tensors are small: threads would wait for each other
+    torch.set_num_threads(1)  # the tensors are small: threads would wait for each other
     if (dtype or head_dim or bitwise) and (":" not in backend or backend.startswith("peer:")):
         raise InputError(
             "dtype, head_dim, bitwise: expected a function (module:function), whose they are, got "

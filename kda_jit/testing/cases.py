@@ -8,7 +8,9 @@ A failing test prints its case; pasted into a notebook, the print is the reprodu
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from math import log
 from typing import Any
@@ -17,6 +19,22 @@ import torch
 from torch import Tensor
 
 from kda_jit.reference import RecurrentResult, recurrent_kda
+
+_judge: ContextVar[torch.device | None] = ContextVar("device of references", default=None)
+
+
+@contextmanager
+def judged_on(device: torch.device | None) -> Iterator[None]:
+    """Within, references are computed there, and brought to where the inputs are.
+
+    A loop over tokens is no faster on a GPU while states are small, and where several processes
+    share one, it waits for the others at each of its many launches.
+    """
+    before = _judge.set(device)
+    try:
+        yield
+    finally:
+        _judge.reset(before)
 
 
 @dataclass(frozen=True, repr=False)
@@ -180,7 +198,27 @@ class Inputs:
 
     def reference(self, dtype: torch.dtype = torch.float64) -> RecurrentResult:
         """The recurrence over these very inputs."""
-        return recurrent_kda(*self.args, **self.kwargs, dtype=dtype)
+        return self.judge(lambda x: recurrent_kda(*x.args, **x.kwargs, dtype=dtype))
+
+    def judge(self, compute: Callable[[Inputs], RecurrentResult]) -> RecurrentResult:
+        """`compute` of these inputs, where `judged_on` says."""
+        here, there = self.q.device, _judge.get()
+        if there in (None, here):
+            return compute(self)
+        found = compute(self.to(there))
+        saved = found.checkpoint_state
+        return RecurrentResult(
+            found.out.to(here),
+            found.final_state.to(here),
+            None if saved is None else saved.to(here),
+        )
+
+    def to(self, device: torch.device | str | None) -> Inputs:
+        """The same on another device."""
+        tensors = {x.name: getattr(self, x.name) for x in fields(self)}
+        return self.replace(
+            **{name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
+        )
 
     def replace(self, **changes: Any) -> Inputs:
         """A copy with other tensors; what is not named is shared."""

@@ -211,7 +211,7 @@ def plain_loss(
 
 def plain_result(inputs: Inputs, operands: torch.dtype = torch.bfloat16) -> RecurrentResult:
     """What the chunked form gives when only its operands and its output are rounded."""
-    plain = chunk_kda(*inputs.args, **inputs.kwargs, operands=operands)
+    plain = inputs.judge(lambda x: chunk_kda(*x.args, **x.kwargs, operands=operands))
     return plain._replace(out=plain.out.to(operands))
 
 

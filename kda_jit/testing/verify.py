@@ -36,7 +36,7 @@ from kda_jit.errors import InputError, NoBackendError
 from kda_jit.reference import RecurrentResult
 from kda_jit.resolver import ALIASES, ORDER, resolve_backend
 
-from .cases import REGIMES, Case, Inputs
+from .cases import REGIMES, Case, Inputs, judged_on
 from .laws import EVERY, LAWS, NOT_WORTH_TRYING, Law, Measured
 from .numeric import Limit, Mismatch
 from .runner import Function, Runner, Subject, rounding_limits, why_not
@@ -50,6 +50,7 @@ LONG_LAWS = ("recurrence", "split")
 LONG_REGIMES = ("slow", "mixed", "near_keys", "blocks")
 _SHRINKS = 40  # runs that may be spent on making a case smaller
 
+CPU = torch.device("cpu")
 HOLDS, BROKEN, SKIPPED, UNTRIED = "holds", "broken", "skipped", "not tried"
 
 
@@ -452,12 +453,14 @@ def _cells(
         if reason := (law.why_not if case is None else law.cannot)(subject, regime):
             yield Cell(name, regime, SKIPPED, words=reason)
             continue
-        if case is not None:
-            yield _try(law, subject, [case], 1, ran, shrink=False)
-        else:
-            extra = long and name in LONG_LAWS and regime in LONG_REGIMES
-            drawn = _draw(law, subject, regime, cases, seed, extra)
-            yield _try(law, subject, drawn, cases + extra, ran)
+        with judged_on(CPU):
+            if case is not None:
+                cell = _try(law, subject, [case], 1, ran, shrink=False)
+            else:
+                extra = long and name in LONG_LAWS and regime in LONG_REGIMES
+                drawn = _draw(law, subject, regime, cases, seed, extra)
+                cell = _try(law, subject, drawn, cases + extra, ran)
+        yield cell
         lost = _lost(subject)
 
 
