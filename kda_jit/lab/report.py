@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,9 +66,10 @@ class Row:
 class Report(Shown):
     """What compiling a variant found. Printed, or shown by a notebook, it is a table."""
 
-    def __init__(self, variant: Variant, builds: Sequence[Build]) -> None:
+    def __init__(self, variant: Variant, builds: Sequence[Build], seconds: float) -> None:
         self.variant = variant
         self.builds = tuple(builds)
+        self.seconds = seconds  # that all of it took
 
     @property
     def ok(self) -> bool:
@@ -120,7 +123,8 @@ class Report(Shown):
                 table.add_row(*cells)
         notes = [Text(words, style="yellow") for words in self.warnings]
         failures = [Text(f"CompileError: {error}", style="red") for error in self.errors]
-        title = Text(f"{self.variant.name}: {self.variant.file or 'kernels_src as it is'}")
+        file = self.variant.file or "kernels_src as it is"
+        title = Text(f"{self.variant.name}: {file}, {self.seconds:.2f} s")
         return Group(title, table, *notes, *failures)
 
     def _cells(self, build: Build) -> Iterator[tuple[str, ...]]:
@@ -158,15 +162,12 @@ def build(variant: Variant, arch: str | Sequence[str] | None = None) -> Report:
     A kernel that does not compile is part of the report. Raises InputError for a target that the
     variant has nothing for.
     """
+    start = time.perf_counter()
     before = None if variant.stands_alone or variant.file is None else variant.before()
-    return Report(
-        variant,
-        [
-            _build(variant, spec, before)
-            for target in targets(variant, arch)
-            for spec in variant.specs(target)
-        ],
-    )
+    specs = [spec for target in targets(variant, arch) for spec in variant.specs(target)]
+    with ThreadPoolExecutor() as pool:  # NVRTC compiles as many at a time as there are cores
+        builds = list(pool.map(lambda spec: _build(variant, spec, before), specs))
+    return Report(variant, builds, time.perf_counter() - start)
 
 
 def compiled(variant: Variant, spec: KernelSpec) -> Compiled:
