@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -166,7 +167,11 @@ def build(variant: Variant, arch: str | Sequence[str] | None = None) -> Report:
     before = None if variant.stands_alone or variant.file is None else variant.before()
     specs = [spec for target in targets(variant, arch) for spec in variant.specs(target)]
     with ThreadPoolExecutor() as pool:  # NVRTC compiles as many at a time as there are cores
-        builds = list(pool.map(lambda spec: _build(variant, spec, before), specs))
+        shipped = [None if before is None else pool.submit(compiled, before, s) for s in specs]
+        changed = [pool.submit(compiled, variant, spec) for spec in specs]
+        builds = [
+            _build(spec, now, was) for spec, now, was in zip(specs, changed, shipped, strict=True)
+        ]
     return Report(variant, builds, time.perf_counter() - start)
 
 
@@ -210,15 +215,13 @@ def launch_of(variant: Variant, spec: KernelSpec, entry: str) -> tuple[int, int]
     return variant.launch
 
 
-def _build(variant: Variant, spec: KernelSpec, before: Variant | None) -> Build:
+def _build(spec: KernelSpec, now: Future[Compiled], before: Future[Compiled] | None) -> Build:
     was = None
     if before is not None:
-        try:
-            was = compiled(before, spec)
-        except CompileError:
-            was = None  # the shipped file is someone's edit that does not compile
+        with suppress(CompileError):  # else the shipped file is someone's edit
+            was = before.result()
     try:
-        return Build(spec, compiled(variant, spec), None, was)
+        return Build(spec, now.result(), None, was)
     except CompileError as error:
         return Build(spec, None, error, was)
 
