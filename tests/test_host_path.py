@@ -435,16 +435,16 @@ def test_tensor_maps_are_those_of_the_tensors_and_made_once(machine, monkeypatch
     for _ in range(2):
         machine.run(**arguments)
         maps.append(machine.launches[-1][3][cuda._MAPS_AT :])
-    assert maps[0] == maps[1] == b"".join(bytes([i]) * 128 for i in (1, 2, 3, 4))
-    q, k, g, v = (arguments[name] for name in "qkgv")
-    assert [m[0] for m in made] == [x.data_ptr() for x in (q, k, g, v)]
+    assert maps[0] == maps[1] == b"".join(bytes([i]) * 128 for i in (1, 2, 3, 4, 5))
+    tensors = [arguments[name] for name in ("q", "k", "g", "v", "out")]
+    assert [m[0] for m in made] == [x.data_ptr() for x in tensors]
     assert {m[1:2] + m[3:] for m in made} == {((H * D, 64, 1), (64, 32, 1))}
-    assert [m[2][0] for m in made] == [2 * x.stride(1) for x in (q, k, g, v)]
+    assert [m[2][0] for m in made] == [2 * x.stride(1) for x in tensors]
     other = torch.zeros_like(wide)[:, :, H : 2 * H]
     machine.run(**(arguments | {"q": other}))
     machine.run(**arguments)
     machine.run(**(arguments | {"q": other}))
-    assert len(made) == 8
+    assert len(made) == 10
     assert machine.launches[-2][3][cuda._MAPS_AT :] == maps[0]
     assert machine.launches[-1][3][cuda._MAPS_AT :] != maps[0]
 

@@ -80,7 +80,7 @@ def test_code_of_the_quick_start_runs(
     assert [slot for slot in range(8) if pool[slot].any()] == [2, 5]
     text = capsys.readouterr().out
     assert text.count("torch.Size") == 2
-    assert "\ntanh_sigmoid: common/numerics.cuh\n" in text
+    assert "\ntanh_sigmoid: common/numerics.cuh, " in text
     assert len(list(Path("calls").glob("prefill-*.safetensors"))) == 1
 
 
