@@ -143,6 +143,7 @@ struct PieceRound {
     KDA_DEVICE u32 parity() const { return number / kPieces & 1; }
     KDA_DEVICE void announce(const Piece& piece) {
         mbarrier_wait(empty_of(full()), parity() ^ 1);
+        __syncwarp();  // what follows lets that barrier go on: no lane may still be asking
         if ((threadIdx.x & 31) == 0) {
             smem.pieces[number % kPieces] = piece;
             mbarrier_arrive(full());
@@ -390,6 +391,7 @@ KDA_DEVICE void prepare_chunks(const KdaArgs& args, FusedSmem& smem, u32 rank, i
                 const u32 last = (number - kReceived) % kSlots, round = (number - kReceived) / kSlots;
                 mbarrier_wait(shared_address(&smem.own[last].freed), round & 1);
             }
+            __syncwarp();  // as in announce
             if (leader) {
                 const u32 to = shared_address(&smem.received[number % kReceived]);
                 const u32 ready = peer_address(to + kReady, rank ^ 1);

@@ -142,3 +142,14 @@ def test_an_emulator_leaves_the_backend_as_it_was() -> None:
     with Emulator("fused", any_plan=True):
         assert all(getattr(cuda, name) is not old for name, old in zip(names, before))
     assert [getattr(cuda, name) for name in names] == before
+
+
+def test_lanes_may_fall_behind_their_warp(way: Way) -> None:
+    """As CUDA allows: what one lane does alone waits for those that ask the same barrier."""
+    x = Case(seed=3, lengths=(33, 0, 270, 16), heads=1, value_heads=2).tensors()
+    want = []
+    for _ in range(4 * RUNS):
+        with way(lanes_apart=True) as emulated:
+            got = bits(*emulated.prefill(x))
+            want = want or got
+            assert same(want, got), emulated.seed
