@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shlex
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -170,6 +171,25 @@ def test_a_process_that_dies_leaves_its_cells_untried() -> None:
     assert not report.passed
     assert {cell.status for cell in report.cells} == {verify.UNTRIED}
     assert all(cell.words for cell in report.cells)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_interrupted_run_reports_what_it_has(jobs: int) -> None:
+    """The process that is interrupted, and with it those that work for it."""
+    again = partial(verify.find_subject, "torch", CPU)
+
+    def interrupt(done: int, total: int, words: str) -> None:
+        if done == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    report = verify.verify(
+        again(), laws=["split", "scale", "unit"], examples=4, jobs=jobs, again=again,
+        progress=interrupt,
+    )  # fmt: skip
+    assert not report.passed
+    found = {cell.status for cell in report.cells}
+    assert {verify.HOLDS, verify.UNTRIED} <= found
+    assert {c.words for c in report.cells if c.status == verify.UNTRIED} == {verify.INTERRUPTED}
 
 
 def test_each_law_gets_as_many_cases_as_asked_for() -> None:

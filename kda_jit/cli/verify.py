@@ -237,6 +237,8 @@ def _show(console: Console, report: Report) -> None:
     for what in report.ran:
         console.print(f"ran {what}", markup=False, highlight=False, soft_wrap=True)
     verdict = "[green]every law holds[/]" if report.passed else "[red]not every law holds[/]"
+    if not report.passed and not report.broken:
+        verdict = "[yellow]not all was tried[/]"
     count = f"{len(report.broken)} of {report.tried} cells broken"
     console.print(f"{escape(report.headline())}: {verdict}, {count}", highlight=False)
 

@@ -18,11 +18,15 @@ import multiprocessing
 import os
 import queue
 import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +55,7 @@ LONG_REGIMES = ("slow", "mixed", "near_keys", "blocks")
 _SHRINKS = 40  # runs that may be spent on making a case smaller
 
 CPU = torch.device("cpu")
+INTERRUPTED = "interrupted"
 HOLDS, BROKEN, SKIPPED, UNTRIED = "holds", "broken", "skipped", "not tried"
 
 
@@ -381,6 +386,8 @@ def verify(
     long      also one sequence of 16384 tokens where rounding adds up
     jobs      processes that share the cells; each makes its subject by `again`, which is pickled
     commit    for the report; empty: that of this checkout
+
+    Interrupted (Ctrl-C), it reports what it has; the other cells are not tried.
     """
     chosen = [LAWS[name] for name in _known("law", laws, LAWS)]
     kinds = _known("regime", regimes, REGIMES, EVERY) if case is None else [case.regime]
@@ -398,9 +405,11 @@ def verify(
     tell = progress or (lambda done, total, words: None)
     if jobs == 1:
         cells = []
-        for i, cell in enumerate(_cells(subject, places, seed, case, long, ran)):
-            cells.append(cell)
-            tell(i + 1, len(places), f"{cell.law} x {cell.regime}")
+        with suppress(KeyboardInterrupt):
+            for cell in _cells(subject, places, seed, case, long, ran):
+                cells.append(cell)
+                tell(len(cells), len(places), f"{cell.law} x {cell.regime}")
+        cells += [Cell(x.law, x.regime, UNTRIED, words=INTERRUPTED) for x in places[len(cells) :]]
     else:
         assert again is not None
         cells = _shared(again, places, seed, case, long, ran, min(jobs, len(places)), tell)
@@ -428,6 +437,10 @@ def verify(
     )
 
 
+#: (number of a cell, the cell, what was seen to run so far in its process)
+_Done = tuple[int, Cell, list[str]]
+
+
 class Place(NamedTuple):
     """A cell that is yet to be: how many cases of a law on a regime."""
 
@@ -443,10 +456,13 @@ def _cells(
     case: Case | None,
     long: bool,
     ran: dict[str, None],
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[Cell]:
     lost = ""
     for name, regime, cases in places:
         law = LAWS[name]
+        if stopped():
+            lost = INTERRUPTED
         if lost:
             yield Cell(name, regime, UNTRIED, words=lost)
             continue
@@ -477,30 +493,51 @@ def _shared(
     """The cells by processes: a device that one of them loses is lost for its share alone."""
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     cells: dict[int, Cell] = {}
-    with context.Manager() as manager, ProcessPoolExecutor(jobs, context) as pool:
-        done: queue.Queue[tuple[int, Cell]] = manager.Queue()
+    ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    with (
+        _noted_interrupts() as interrupts,
+        context.Manager() as manager,
+        ProcessPoolExecutor(jobs, context, ignore) as pool,
+    ):
+        done: queue.Queue[_Done] = manager.Queue()
+        stop = manager.Event()
         numbered = list(enumerate(places))
-        shares: list[Future[list[str]]] = [
-            pool.submit(_do_share, again, numbered[first::jobs], seed, case, long, done)
+        shares: list[Future[None]] = [
+            pool.submit(_do_share, again, numbered[first::jobs], seed, case, long, done, stop)
             for first in range(jobs)
         ]
         while True:
             ended = all(share.done() for share in shares)
             try:
-                i, cell = done.get(timeout=0.0 if ended else 0.1)
+                i, cell, seen = done.get(timeout=0.0 if ended else 0.1)
+                cells[i] = cell
+                ran.update(dict.fromkeys(seen))
+                tell(len(cells), len(places), f"{cell.law} x {cell.regime}")
             except queue.Empty:
                 if ended:
                     break
-                continue
-            cells[i] = cell
-            tell(len(cells), len(places), f"{cell.law} x {cell.regime}")
+            if interrupts:
+                stop.set()
     for i, place in numbered:
-        error = shares[i % jobs].exception()
-        if error is None:
-            ran.update(dict.fromkeys(shares[i % jobs].result()))
-        words = f"{type(error).__name__}: {error}"
-        cells.setdefault(i, Cell(place.law, place.regime, UNTRIED, words=words))
+        if i not in cells:
+            error = shares[i % jobs].exception()
+            words = f"{type(error).__name__}: {error}"
+            cells[i] = Cell(place.law, place.regime, UNTRIED, words=words)
     return [cells[i] for i, _ in numbered]
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C adds to the list, and breaks into nothing: not into a talk between processes."""
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen  # signals are the main thread's
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _do_share(
@@ -509,15 +546,16 @@ def _do_share(
     seed: int,
     case: Case | None,
     long: bool,
-    done: queue.Queue[tuple[int, Cell]],
-) -> list[str]:
-    """In a process of its own; says what was seen to run."""
+    done: queue.Queue[_Done],
+    stop: threading.Event,
+) -> None:
+    """In a process of its own."""
     ran: dict[str, None] = {}
     numbers = [i for i, _ in share]
-    cells = _cells(again(), [place for _, place in share], seed, case, long, ran)
+    places = [place for _, place in share]
+    cells = _cells(again(), places, seed, case, long, ran, stop.is_set)
     for i, cell in zip(numbers, cells, strict=True):
-        done.put((i, cell))
-    return list(ran)
+        done.put((i, cell, list(ran)))
 
 
 def _draw(
