@@ -218,7 +218,7 @@ def launch_of(variant: Variant, spec: KernelSpec, entry: str) -> tuple[int, int]
 def _build(spec: KernelSpec, now: Future[Compiled], before: Future[Compiled] | None) -> Build:
     was = None
     if before is not None:
-        with suppress(CompileError):  # else the shipped file is someone's edit
+        with suppress(CompileError):  # the shipped file may be someone's edit, too
             was = before.result()
     try:
         return Build(spec, now.result(), None, was)

@@ -24,7 +24,7 @@ _judge: ContextVar[torch.device | None] = ContextVar("device of references", def
 
 
 @contextmanager
-def judged_on(device: torch.device | None) -> Iterator[None]:
+def judged_on(device: torch.device) -> Iterator[None]:
     """Within, references are computed there, and brought to where the inputs are.
 
     A loop over tokens is no faster on a GPU while states are small, and where several processes
@@ -203,7 +203,7 @@ class Inputs:
     def judge(self, compute: Callable[[Inputs], RecurrentResult]) -> RecurrentResult:
         """`compute` of these inputs, where `judged_on` says."""
         here, there = self.q.device, _judge.get()
-        if there in (None, here):
+        if there is None or there == here:
             return compute(self)
         found = compute(self.to(there))
         saved = found.checkpoint_state
@@ -213,7 +213,7 @@ class Inputs:
             None if saved is None else saved.to(here),
         )
 
-    def to(self, device: torch.device | str | None) -> Inputs:
+    def to(self, device: torch.device | str) -> Inputs:
         """The same on another device."""
         tensors = {x.name: getattr(self, x.name) for x in fields(self)}
         return self.replace(

@@ -400,19 +400,21 @@ def verify(
     for law in chosen:
         able = sum(law.why_not(subject, regime) is None for regime in kinds)
         cases = max(examples, -(-each_law // max(able, 1)))
-        places += [Place(law.name, regime, cases) for regime in kinds]
+        for regime in kinds:
+            extra = long and law.name in LONG_LAWS and regime in LONG_REGIMES
+            places.append(Place(law.name, regime, cases, seed, extra, case))
     ran: dict[str, None] = {}
     tell = progress or (lambda done, total, words: None)
     if jobs == 1:
         cells = []
         with suppress(KeyboardInterrupt):
-            for cell in _cells(subject, places, seed, case, long, ran):
+            for cell in _cells(subject, places, ran):
                 cells.append(cell)
                 tell(len(cells), len(places), f"{cell.law} x {cell.regime}")
         cells += [Cell(x.law, x.regime, UNTRIED, words=INTERRUPTED) for x in places[len(cells) :]]
     else:
         assert again is not None
-        cells = _shared(again, places, seed, case, long, ran, min(jobs, len(places)), tell)
+        cells = _shared(again, places, ran, min(jobs, len(places)), tell)
     tell(len(places), len(places), "")
     if isinstance(subject, PeerRunner):
         ran[f"{subject.name} {subject.peer.version}"] = None
@@ -442,40 +444,38 @@ _Done = tuple[int, Cell, list[str]]
 
 
 class Place(NamedTuple):
-    """A cell that is yet to be: how many cases of a law on a regime."""
+    """A cell that is yet to be: `cases` of a law on a regime, and a long one, or `case` alone."""
 
     law: str
     regime: str
     cases: int
+    seed: int
+    long: bool
+    case: Case | None
 
 
 def _cells(
     subject: Subject,
     places: Iterable[Place],
-    seed: int,
-    case: Case | None,
-    long: bool,
     ran: dict[str, None],
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[Cell]:
     lost = ""
-    for name, regime, cases in places:
-        law = LAWS[name]
+    for place in places:
+        law, regime, case = LAWS[place.law], place.regime, place.case
         if stopped():
             lost = INTERRUPTED
         if lost:
-            yield Cell(name, regime, UNTRIED, words=lost)
+            yield Cell(law.name, regime, UNTRIED, words=lost)
             continue
         if reason := (law.why_not if case is None else law.cannot)(subject, regime):
-            yield Cell(name, regime, SKIPPED, words=reason)
+            yield Cell(law.name, regime, SKIPPED, words=reason)
             continue
         with judged_on(CPU):
             if case is not None:
                 cell = _try(law, subject, [case], 1, ran, shrink=False)
             else:
-                extra = long and name in LONG_LAWS and regime in LONG_REGIMES
-                drawn = _draw(law, subject, regime, cases, seed, extra)
-                cell = _try(law, subject, drawn, cases + extra, ran)
+                cell = _try(law, subject, _draw(law, subject, place), place.cases + place.long, ran)
         yield cell
         lost = _lost(subject)
 
@@ -483,9 +483,6 @@ def _cells(
 def _shared(
     again: Callable[[], Subject],
     places: Sequence[Place],
-    seed: int,
-    case: Case | None,
-    long: bool,
     ran: dict[str, None],
     jobs: int,
     tell: Progress,
@@ -503,7 +500,7 @@ def _shared(
         stop = manager.Event()
         numbered = list(enumerate(places))
         shares: list[Future[None]] = [
-            pool.submit(_do_share, again, numbered[first::jobs], seed, case, long, done, stop)
+            pool.submit(_do_share, again, numbered[first::jobs], done, stop)
             for first in range(jobs)
         ]
         while True:
@@ -543,9 +540,6 @@ def _noted_interrupts() -> Iterator[list[int]]:
 def _do_share(
     again: Callable[[], Subject],
     share: Sequence[tuple[int, Place]],
-    seed: int,
-    case: Case | None,
-    long: bool,
     done: queue.Queue[_Done],
     stop: threading.Event,
 ) -> None:
@@ -553,20 +547,18 @@ def _do_share(
     ran: dict[str, None] = {}
     numbers = [i for i, _ in share]
     places = [place for _, place in share]
-    cells = _cells(again(), places, seed, case, long, ran, stop.is_set)
+    cells = _cells(again(), places, ran, stop.is_set)
     for i, cell in zip(numbers, cells, strict=True):
         done.put((i, cell, list(ran)))
 
 
-def _draw(
-    law: Law, subject: Subject, regime: str, examples: int, seed: int, long: bool
-) -> Iterator[Case]:
+def _draw(law: Law, subject: Subject, place: Place) -> Iterator[Case]:
     """More cases than are asked for: a subject may not claim some of them."""
-    if long:
-        yield Case(seed=seed, lengths=(LONG_TOKENS,), regime=regime)
-    rng = random.Random(f"{seed}/{law.name}/{regime}")
-    for index in range(4 * examples):
-        yield law.draw(rng, subject, regime, index)
+    if place.long:
+        yield Case(seed=place.seed, lengths=(LONG_TOKENS,), regime=place.regime)
+    rng = random.Random(f"{place.seed}/{law.name}/{place.regime}")
+    for index in range(4 * place.cases):
+        yield law.draw(rng, subject, place.regime, index)
 
 
 def _try(

@@ -161,6 +161,7 @@ struct PieceRound {
         return piece;
     }
 };
+
 // By each warp that works on them. The vote: for the compiler, which otherwise does not see that a chain is uniform.
 template <typename Work>
 KDA_DEVICE void for_each_piece(FusedSmem& smem, Work work) {
@@ -168,6 +169,7 @@ KDA_DEVICE void for_each_piece(FusedSmem& smem, Work work) {
 #pragma unroll 1
     for (Piece piece = pieces.take(); __any_sync(0xffffffffu, piece.n >= 0); piece = pieces.take()) work(piece);
 }
+
 // Finds a cluster's pieces, one after another, and tells all who work on them; by one warp, ahead of them.
 KDA_DEVICE void find_pieces(const FusedArgs& args, FusedSmem& smem, bool shares) {
     const KdaArgs& kda = args.kda;
@@ -195,9 +197,10 @@ KDA_DEVICE void find_pieces(const FusedArgs& args, FusedSmem& smem, bool shares)
     }
     pieces.announce(Piece{-1, 0, 0, 0});
 }
+
 // The initial state of a piece, V's half `rank`, to L2, long before the chain wants it.
 KDA_DEVICE void prefetch_state(const KdaArgs& args, const Piece& piece, u32 rank) {
-    if (piece.n < 0 || piece.first > 0 || !args.initial_state) return;
+    if (piece.first > 0 || !args.initial_state) return;
     const i64 slot = state_slot(args, piece.n);
     if (slot < 0 || (args.has_initial_state && !args.has_initial_state[piece.n])) return;
     const int bytes = args.flags & kInitialBf16 ? 2 : 4;
@@ -247,6 +250,7 @@ struct FusedStages {
         peer_mbarrier_arrive(spot.freed);
     }
 };
+
 // Brings V's columns to the tiles, and takes O out of them; by one warp. As far ahead as there are tiles, whatever pieces they are of.
 KDA_DEVICE void move_tiles(const FusedArgs& args, FusedSmem& smem, u32 rank) {
     constexpr int kAtOnce = 2;
