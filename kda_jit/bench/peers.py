@@ -8,6 +8,7 @@ seconds, and so is only measured when asked for.
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -85,18 +86,28 @@ class FlashKDA:
 
 
 class Fla:
-    """fla's chunk_kda, with gate, l2norm and the sigmoid of beta in its kernels."""
+    """fla's chunk_kda, with gate, l2norm and the sigmoid of beta in its kernels.
+
+    tuned  its kernels time all their configurations on first use, which takes minutes for many head
+           counts; else each takes its first one: for who asks what they compute, not how fast
+    """
 
     name = "fla"
 
+    def __init__(self, tuned: bool = True):
+        self.tuned = tuned
+
     def activate(self) -> None:
-        pass
+        if not self.tuned:
+            importlib.import_module("fla.ops.kda")
+            take_first_configurations("fla")
 
     @property
     def version(self) -> str:
         for package in ("fla-core", "flash-linear-attention"):
             try:
-                return f"{package} {metadata.version(package)}"
+                untuned = "" if self.tuned else ", first configuration of each kernel"
+                return f"{package} {metadata.version(package)}{untuned}"
             except metadata.PackageNotFoundError:
                 continue
         return str(getattr(importlib.import_module("fla"), "__version__", ""))
@@ -139,17 +150,33 @@ class Fla:
         return call
 
 
+def take_first_configurations(package: str) -> int:
+    """Leaves each tuned Triton kernel of a package one configuration; returns their number."""
+    modules = [m for name, m in list(sys.modules.items()) if f"{name}.".startswith(f"{package}.")]
+    kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "fn")]
+    tuned = 0
+    for kernel in {id(x): x for x in kernels}.values():
+        while kernel is not None:  # heuristics and tuners, one around the other
+            if configurations := getattr(kernel, "configs", None):
+                del configurations[1:]
+                tuned += 1
+            kernel = getattr(kernel, "fn", None)
+    return tuned
+
+
 Peer = FlashKDA | Fla
 #: What `--peer` takes.
 PEERS = ("flashkda", "fla")
 
 
-def find_peers(asked: list[str] | None, library: Path | None = None) -> list[Peer]:
+def find_peers(
+    asked: list[str] | None, library: Path | None = None, tuned: bool = True
+) -> list[Peer]:
     """The peers to measure against: those asked for, which must run, else FlashKDA if it is here.
 
-    library: FlashKDA's; None: where the environment says.
+    library: FlashKDA's; None: where the environment says.  tuned: see Fla.
     """
-    known: dict[str, Peer] = {"flashkda": FlashKDA(library), "fla": Fla()}
+    known: dict[str, Peer] = {"flashkda": FlashKDA(library), "fla": Fla(tuned)}
     if asked is None:
         return [known["flashkda"]] if known["flashkda"].why_not() is None else []
     for name in asked:

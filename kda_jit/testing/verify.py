@@ -122,7 +122,7 @@ def find_subject(
             raise InputError(f"backend: expected peer:{' or peer:'.join(PEERS)}, got {name!r}.")
         if device.type != "cuda":
             raise InputError(f"device: expected a CUDA GPU for {name!r}, got {device}.")
-        return PeerRunner(find_peers([kind], flashkda)[0], device)
+        return PeerRunner(find_peers([kind], flashkda, tuned=False)[0], device)
     on_gpu = device.type == "cuda"
     if ":" in name:
         wide = torch.bfloat16 if on_gpu else torch.float32

@@ -156,22 +156,25 @@ KDA_DEVICE void move_images(const KdaArgs& args, const ChainUnit& unit, const So
 // Rows of 64 columns to and from a tile, by one warp: 8 of 32 rows a thread, kAtOnce at once. The fewer, the fewer registers.
 constexpr int kRowsAStep = 4, kRowSteps = kChunk / kRowsAStep;
 
-// Begins to copy `valid` rows, `step` elements apart, and zeros after them.
+// A lane's piece of the first of its rows, which are `step` elements apart.
+KDA_DEVICE i64 first_row(i64 step) {
+    const int lane = threadIdx.x & 31;
+    return lane / 8 * step + lane % 8 * 8;
+}
+// Begins to copy `valid` rows, and zeros after them. `from`: the lane's first row; `readable`: any address that may be read.
 template <int kAtOnce>
-KDA_DEVICE void fetch_columns(u32 tile, const u16* from, i64 step, int valid) {
+KDA_DEVICE void fetch_columns(u32 tile, const u16* from, i64 step, int valid, const u16* readable) {
     const int lane = threadIdx.x & 31, row = lane / 8, piece = lane % 8;
-    const u16* at = from + row * step + 8 * piece;
 #pragma unroll kAtOnce
     for (int i = 0; i < kRowSteps; ++i) {
         const bool live = row + kRowsAStep * i < valid;
-        cp_async_16_or_zero(tile + tile_offset(row + kRowsAStep * i, piece), live ? at : from, live);
-        at += kRowsAStep * step;
+        cp_async_16_or_zero(tile + tile_offset(row + kRowsAStep * i, piece), live ? from : readable, live);
+        from += kRowsAStep * step;
     }
 }
 template <int kAtOnce>
 KDA_DEVICE void store_columns(u32 tile, u16* to, i64 step, int valid) {
     const int lane = threadIdx.x & 31, row = lane / 8, piece = lane % 8;
-    to += row * step + 8 * piece;
 #pragma unroll
     for (int first = 0; first < kRowSteps; first += kAtOnce) {
         Quad32 rows[kAtOnce];
@@ -191,12 +194,12 @@ template <typename Stages>
 KDA_DEVICE void move_columns(const KdaArgs& args, const ChainUnit& unit, Stages& stages) {
     const Sequence seq = load_sequence(args, unit.n);
     const int column = unit.hv * kHeadDim + unit.half * kChainColumns;
-    const u16* v = args.v + seq.batch * args.v_batch + seq.first * args.v_token + column;
-    u16* out = args.out + seq.batch * args.out_batch + seq.first * args.out_token + column;
+    const u16* v = args.v + seq.batch * args.v_batch + seq.first * args.v_token + column + first_row(args.v_token);
+    u16* out = args.out + seq.batch * args.out_batch + seq.first * args.out_token + column + first_row(args.out_token);
 
     auto fill = [&](int c, const typename Stages::Spot& spot) {
         const Chunk chunk = chunk_of(seq, c);
-        fetch_columns<kRowSteps>(spot.tile, v + chunk.start * args.v_token, args.v_token, chunk.valid);
+        fetch_columns<kRowSteps>(spot.tile, v + chunk.start * args.v_token, args.v_token, chunk.valid, args.v);
         mbarrier_arrive_after_cp_async(spot.full);
     };
     {
@@ -207,8 +210,9 @@ KDA_DEVICE void move_columns(const KdaArgs& args, const ChainUnit& unit, Stages&
     for (int c = 0; c < seq.num_chunks; ++c, stages.advance()) {
         const auto spot = stages.spot();
         const Chunk chunk = chunk_of(seq, c);
+        u16* to = out + chunk.start * args.out_token;
         stages.wait_released(spot);
-        store_columns<kRowSteps>(spot.tile, out + chunk.start * args.out_token, args.out_token, chunk.valid);
+        store_columns<kRowSteps>(spot.tile, to, args.out_token, chunk.valid);
         if (c + Stages::kDepth < seq.num_chunks) fill(c + Stages::kDepth, spot);
     }
 }

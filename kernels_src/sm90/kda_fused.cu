@@ -269,7 +269,8 @@ KDA_DEVICE void move_tiles(const FusedArgs& args, FusedSmem& smem, u32 rank) {
                 bulk_store_wait_read<0>();
             }
         } else {
-            store_columns<kAtOnce>(tiles.of(smem.tile), kda.out + to.row * kda.out_batch + to.token * kda.out_token + to.column, kda.out_token, to.valid);
+            u16* out = kda.out + to.row * kda.out_batch + to.token * kda.out_token + to.column + first_row(kda.out_token);
+            store_columns<kAtOnce>(tiles.of(smem.tile), out, kda.out_token, to.valid);
             async_proxy_fence();
         }
         __syncwarp();  // one thread's copy refills all of it
@@ -294,7 +295,8 @@ KDA_DEVICE void move_tiles(const FusedArgs& args, FusedSmem& smem, u32 rank) {
                 }
                 __syncwarp();
             } else {
-                fetch_columns<kAtOnce>(tile, kda.v + seq.batch * kda.v_batch + token * kda.v_token + column, kda.v_token, chunk.valid);
+                const u16* v = kda.v + seq.batch * kda.v_batch + token * kda.v_token + column + first_row(kda.v_token);
+                fetch_columns<kAtOnce>(tile, v, kda.v_token, chunk.valid, kda.v);
                 cp_async_wait_all();
                 __syncwarp();
                 if (leader) mbarrier_arrive(full);
