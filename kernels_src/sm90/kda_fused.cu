@@ -6,8 +6,8 @@
 // in      FusedArgs: KdaArgs (common/kda_args.cuh) and tensor maps of q, k, g, v and out
 // out     out bf16; final_state; checkpoint_state
 // launch  kda_fused  clusters of 2, as many as run at once at most; 640 threads, kFusedSmem
-// roles   four warps compute the chain of V's half `rank`; twelve prepare, four a chunk, every other chunk of the cluster's, and send what
-//         they made to the peer; one finds the pieces of work; one loads raw inputs; one moves V and O; one has nothing to do
+// roles   four warps compute the chain of V's half `rank`; twelve prepare, four a chunk, every other chunk of the cluster's; one sends what
+//         they made to the peer; one finds the pieces of work; one loads raw inputs; one moves V and O
 // order   chunks of a cluster are numbered through all its pieces of units (sequence, value head); CTA `rank` prepares those with
 //         number % 2 == rank
 // shares  more units than clusters: all chunk slots of all units in a row, a share of them to each cluster, which works on its units from the
@@ -16,7 +16,7 @@
 //   own slots, 5      landed: loader, copies -> quad    ready: quad -> chain, sender    freed: chains of both CTAs -> loader, quad, sender
 //   peer's images, 2  ready: the peer's copy -> chain   (freed: that of the slot they were copied from)
 //   tiles, 4          full: mover -> chain        empty: chain -> mover
-//   pieces, 16        full: finder -> loader, mover, chain    empty: the other way, when all have taken note of one
+//   pieces, 16        full: finder -> loader, mover, sender, chain    empty: the other way, when all have taken note of one
 //
 // Why nobody waits forever: everything waits for something about an earlier chunk. A state is waited for that a cluster with a lower
 // number makes first of all, or after it waited likewise; and CTAs start in the order of their numbers.
@@ -37,7 +37,7 @@ struct FusedArgs {
 static_assert(sizeof(FusedArgs) == 960, "keep kda_jit/backends/cuda.py in step");
 
 constexpr int kQuads = 3;      // of warps that prepare
-constexpr int kThreads = 256 + kPrepareThreads * kQuads;  // at 96 registers; the last warp has nothing to do
+constexpr int kThreads = 256 + kPrepareThreads * kQuads;  // at 96 registers
 constexpr int kSlots = 5, kReceived = 2, kTiles = 4, kPieces = 16;
 
 // An image, being made or complete, and its barriers.
@@ -372,8 +372,34 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
     }
 }
 
-// Prepares every kQuads-th of this CTA's chunks, and sends them to the peer.
-KDA_DEVICE void prepare_chunks(const KdaArgs& args, FusedSmem& smem, u32 rank, int quad, Quarter part) {
+// Sends this CTA's images to the peer, by one warp, so that no quad waits for a place there.
+KDA_DEVICE void send_images(FusedSmem& smem, u32 rank) {
+    const bool leader = (threadIdx.x & 31) == 0;
+    u32 cluster_number = 0, number = 0;  // of chunks, the cluster's and this CTA's
+    for_each_piece(smem, [&](const Piece& piece) {
+        const int chunks = piece.last - piece.first;
+        int own = (chunks + 1 - static_cast<int>((cluster_number ^ rank) & 1)) / 2;
+        cluster_number += chunks;
+#pragma unroll 1
+        for (; own > 0; --own, ++number) {
+            const u32 at = shared_address(&smem.own[number % kSlots]), to = shared_address(&smem.received[number % kReceived]);
+            const u32 arrived = peer_address(to + kReady, rank ^ 1);
+            if (number >= kReceived) {
+                // Both chains have done with the chunk whose place at the peer this one takes. (The phase after that one needs the copy below.)
+                const u32 last = (number - kReceived) % kSlots, round = (number - kReceived) / kSlots;
+                mbarrier_wait(shared_address(&smem.own[last].freed), round & 1);
+            }
+            __syncwarp();  // as in announce
+            if (leader) peer_mbarrier_arrive_expect_bytes(arrived, kStageBytes);
+            mbarrier_wait(at + kReady, number / kSlots & 1);
+            if (leader) bulk_copy_to_peer(peer_address(to, rank ^ 1), at, kStageBytes, arrived);
+            __syncwarp();
+        }
+    });
+}
+
+// Prepares every kQuads-th of this CTA's chunks.
+KDA_DEVICE void prepare_chunks(const KdaArgs& args, FusedSmem& smem, int quad, Quarter part) {
     const bool leader = (threadIdx.x & 31) == 0;
 #pragma unroll 1
     for (u32 number = quad;; number += kQuads) {  // among this CTA's chunks
@@ -390,22 +416,6 @@ KDA_DEVICE void prepare_chunks(const KdaArgs& args, FusedSmem& smem, u32 rank, i
         prepare_chunk(args.lower_bound, image, smem.scratch[quad], part, barriers, [] {}, [] {});
         __syncwarp();
         if (leader) mbarrier_arrive(at + kReady);
-        if (part.half == 0 && part.block == 0) {
-            mbarrier_wait(at + kReady, parity);
-            if (number >= kReceived) {
-                // Both chains have done with the chunk whose place at the peer this one takes. (The phase after that one needs the copy below.)
-                const u32 last = (number - kReceived) % kSlots, round = (number - kReceived) / kSlots;
-                mbarrier_wait(shared_address(&smem.own[last].freed), round & 1);
-            }
-            __syncwarp();  // as in announce
-            if (leader) {
-                const u32 to = shared_address(&smem.received[number % kReceived]);
-                const u32 ready = peer_address(to + kReady, rank ^ 1);
-                peer_mbarrier_arrive_expect_bytes(ready, kStageBytes);
-                bulk_copy_to_peer(peer_address(to, rank ^ 1), at, kStageBytes, ready);
-            }
-            __syncwarp();
-        }
     }
 }
 
@@ -428,7 +438,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         }
         for (int i = 0; i < kPieces; ++i) {
             mbarrier_init(shared_address(&smem.piece_barriers[i].full), 1);
-            mbarrier_init(shared_address(&smem.piece_barriers[i].empty), kChainThreads / 32 + 2);  // and loader and mover
+            mbarrier_init(shared_address(&smem.piece_barriers[i].empty), kChainThreads / 32 + 3);  // and loader, mover and sender
         }
         mbarrier_init_fence();
         if (args.kda.T > 0)  // else there are none
@@ -450,7 +460,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     } else if (warp < 4 + 4 * kQuads) {
         lower_registers<80>();
         const int quad = warp / 4 - 1, role = (warp + quad) % 4;  // each role on another of the SM's four parts
-        prepare_chunks(args.kda, smem, rank, quad, Quarter{role % 2, role / 2});
+        prepare_chunks(args.kda, smem, quad, Quarter{role % 2, role / 2});
     } else {
         lower_registers<48>();
         if (warp == 4 + 4 * kQuads) {
@@ -459,6 +469,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             move_tiles(args, smem, rank);
         } else if (warp == 6 + 4 * kQuads) {
             find_pieces(args, smem, in_order && args.share != 0);
+        } else {
+            send_images(smem, rank);
         }
     }
     __syncwarp();
