@@ -88,7 +88,11 @@ MUTATIONS = (
     ),
     Mutation(
         "an image is sent before all four warps have made it", "fused", "sm90/kda_fused.cu",
-        "            mbarrier_wait(at + kReady, parity);\n", "",
+        "            mbarrier_wait(at + kReady, number / kSlots & 1);\n", "",
+    ),
+    Mutation(
+        "an image is sent to a place that is in use", "fused", "sm90/kda_fused.cu",
+        "                mbarrier_wait(shared_address(&smem.own[last].freed), round & 1);\n", "",
     ),
     Mutation(
         "a cluster takes a state that is not there", "fused", "sm90/kda_fused.cu",
