@@ -254,7 +254,12 @@ def test_a_peer_that_turns_out_to_be_ours_is_found_out() -> None:
 
 def test_report_survives_the_file(tmp_path: Path) -> None:
     with FAULTS["padding_is_zeroed"]():
-        report = verify.verify(Runner("torch", CPU), laws=["padded", "graph", "split"], **QUICK)
+        report = verify.verify(
+            Runner("torch", CPU),
+            laws=["padded", "graph", "split"],
+            command="kda-jit verify --laws padded",
+            **QUICK,
+        )
     verify.save(report, tmp_path / "a" / "run.json")
     run = json.loads((tmp_path / "a" / "run.json").read_text())
     again = verify.from_json(run)
@@ -268,6 +273,7 @@ def test_report_survives_the_file(tmp_path: Path) -> None:
     assert "# torch on CPU: 1 cells broken" in page
     assert "Not tried: `graph`: a CUDA graph needs a GPU." in page
     assert "padded rows were written" in page
+    assert "`kda-jit verify --laws padded`" in page
     with pytest.raises(InputError, match="report: expected one of kda-jit verify"):
         verify.from_json({})
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import shlex
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -118,6 +120,7 @@ def verify(
                 jobs=jobs,
                 again=again,
                 commit=commit,
+                command=shlex.join(["kda-jit", *sys.argv[1:]]),
                 progress=lambda done, total, words: bar.update(
                     task, completed=done, total=total, description=words or "done"
                 ),

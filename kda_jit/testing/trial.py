@@ -82,7 +82,7 @@ class Law:
         reasons = [subject.lacks[feature] for feature in needs if feature in subject.lacks]
         if self.unavailable is not None and (reason := self.unavailable()):
             reasons.append(reason)
-        return "; ".join(reasons) or None
+        return "; ".join(dict.fromkeys(reasons)) or None
 
     def draw(self, rng: random.Random, subject: Subject, regime: str, index: int = 0) -> Case:
         """The index-th case of a regime: the first few have the edges that break most kernels."""

@@ -215,7 +215,7 @@ class Report:
     """All cells of a run, and what the run was of.
 
     ran     what was seen to run: backends with schedule, target and kernels, or a peer's version
-    head    date, commit, gpu and versions
+    head    date, commit, gpu, versions and command
     """
 
     subject: str
@@ -309,7 +309,7 @@ def from_json(run: Mapping[str, Any]) -> Report:
         **{key: run[key] for key in own},
         ran=tuple(run["ran"]),
         cells=tuple(Cell(**row) for row in run["cells"]),
-        head={key: run[key] for key in head},
+        head={key: run[key] for key in head} | {"command": run.get("command", "")},
     )
 
 
@@ -322,6 +322,8 @@ def markdown(report: Report, heading: str = "#", *, legend: bool = True) -> str:
         f"{heading} {report.subject} on {report.device}: {verdict}",
         f"{report.headline()}; commit {report.head['commit']}, {report.head['date']}.",
     ]
+    if report.head["command"]:
+        parts.append(f"`{report.head['command']}`")
     if report.ran:
         parts.append("Ran: " + "; ".join(report.ran) + ".")
     regimes = report.regimes
@@ -377,6 +379,7 @@ def verify(
     jobs: int = 1,
     again: Callable[[], Subject] | None = None,
     commit: str = "",
+    command: str = "",
     progress: Progress | None = None,
 ) -> Report:
     """Tries the laws (all) on the regimes (all of EVERY) with `examples` cases a cell.
@@ -386,6 +389,7 @@ def verify(
     long      also one sequence of 16384 tokens where rounding adds up
     jobs      processes that share the cells; each makes its subject by `again`, which is pickled
     commit    for the report; empty: that of this checkout
+    command   for the report: how to ask for the same
 
     Interrupted (Ctrl-C), it reports what it has; the other cells are not tried.
     """
@@ -435,6 +439,7 @@ def verify(
             "commit": commit or machine.checkout_commit() or "unknown",
             "gpu": _device_name(subject.device),
             "versions": machine.versions(),
+            "command": command,
         },
     )
 
