@@ -38,7 +38,7 @@ TENSORS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "recurrent": (
         (*_TOKENS, "state_pool", "state_indices"),
-        ("num_accepted_tokens", "cu_seqlens"),
+        ("num_accepted_tokens", "has_initial_state", "cu_seqlens"),
     ),
 }
 _STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

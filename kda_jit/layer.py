@@ -26,7 +26,7 @@ from kda_jit.contract.checks import (
 from kda_jit.contract.memory import address_range, check_aliasing
 from kda_jit.contract.words import refuse_device, refuse_dtype, refuse_shape
 from kda_jit.errors import DeviceError, InputError, InputTypeError, OutputConflictError
-from kda_jit.pack import Group, PackInputs, clear_fresh, pack, scatter, triton_can_pack
+from kda_jit.pack import Group, PackInputs, pack, scatter, triton_can_pack
 from kda_jit.recurrent import recurrent
 from kda_jit.resolver import rejections, resolve
 from kda_jit.step import (
@@ -402,7 +402,7 @@ class KDACore:
             if part.kind == "prefill":
                 got = self._prefill(part, step, rows, out, workspace)
             else:
-                got = self._recurrent(part, step, rows, out, launches)
+                got = self._recurrent(part, step, rows, out)
             if got.data_ptr() != out.data_ptr():
                 raise OutputConflictError(
                     f"{part.kind}: expected its output in the rows given to it, got another "
@@ -441,21 +441,17 @@ class KDACore:
             backend=self.backend,
         )[0]
 
-    def _recurrent(
-        self, part: Part, step: _Step, x: PackInputs, out: Tensor, launches: list[LaunchRecord]
-    ) -> Tensor:
+    def _recurrent(self, part: Part, step: _Step, x: PackInputs, out: Tensor) -> Tensor:
         s, first, end = step.sequences, part.first, part.end
         if part.kind == "speculative":
-            start_loc, slots, accepted = (
-                s.spec_start_loc, s.spec_state_indices, s.num_accepted_tokens,
+            start_loc, slots, accepted, has = (
+                s.spec_start_loc, s.spec_state_indices, s.num_accepted_tokens, None,
             )  # fmt: skip
         else:
-            start_loc, slots, accepted = s.start_loc, s.state_indices, None
+            start_loc, slots, accepted, has = (
+                s.start_loc, s.state_indices, None, s.has_initial_state,
+            )  # fmt: skip
         assert start_loc is not None and slots is not None
-        slots = _cut(slots, first, end)
-        if part.kind == "decode" and s.has_initial_state is not None:
-            fresh = _cut(s.has_initial_state, first, end)
-            launches.append(clear_fresh(step.state_pool, slots, fresh, triton=self._triton))
         return recurrent(
             *x,
             A_log=step.A_log,
@@ -463,8 +459,9 @@ class KDACore:
             lower_bound=self.lower_bound,
             scale=self.scale,
             state_pool=step.state_pool,
-            state_indices=slots,
+            state_indices=_cut(slots, first, end),
             num_accepted_tokens=accepted,
+            has_initial_state=_cut(has, first, end),
             cu_seqlens=_cut(start_loc, first, end + 1),
             out=out,
             backend=self.recurrent_backend,

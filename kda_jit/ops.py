@@ -50,7 +50,8 @@ _TOKENS = (
 )
 _POOL = (
     "Tensor(a!)? state_pool=None, Tensor? read_only_pool=None, Tensor state_indices, "
-    "Tensor? num_accepted_tokens=None, Tensor? cu_seqlens=None, int? null_index=None"
+    "Tensor? num_accepted_tokens=None, Tensor? cu_seqlens=None, int? null_index=None, "
+    "Tensor? has_initial_state=None"
 )
 SCHEMAS = (
     (
@@ -173,6 +174,7 @@ def recurrent(
     state_pool: Tensor,
     state_indices: Tensor,
     num_accepted_tokens: Tensor | None,
+    has_initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     null_index: int | None,
     write_state: bool,
@@ -201,6 +203,7 @@ def recurrent(
             num_accepted_tokens=num_accepted_tokens,
             cu_seqlens=cu_seqlens,
             null_index=null_index,
+            has_initial_state=has_initial_state,
             backend=backend,
         )
     torch.ops.kda_jit.recurrent.inplace(
@@ -219,6 +222,7 @@ def recurrent(
         num_accepted_tokens=num_accepted_tokens,
         cu_seqlens=cu_seqlens,
         null_index=null_index,
+        has_initial_state=has_initial_state,
         output=out,
         backend=backend,
     )

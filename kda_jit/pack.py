@@ -111,31 +111,6 @@ def scatter(
     return LaunchRecord("triton", ("kda_scatter",))
 
 
-def clear_fresh(
-    pool: Tensor, state_indices: Tensor, has_initial_state: Tensor, *, triton: bool
-) -> LaunchRecord:
-    """Zeros in the slots of the sequences that have no initial state, whatever bytes lie there.
-
-    state_indices [N] any stride, has_initial_state [N]; an index outside the pool is no slot.
-    """
-    if not triton:
-        _refuse_capture(pool)
-        slots = state_indices[~has_initial_state].long()
-        pool[slots[(slots >= 0) & (slots < pool.shape[0])]] = 0
-        return LaunchRecord("torch", ("torch_clear_fresh",))
-
-    from kda_jit.triton_kernels.pack import kda_clear_fresh
-
-    width = pool.shape[1:].numel()
-    with _ColdCaptureGuard(pool.device, "clear_fresh"):
-        kda_clear_fresh[state_indices.shape[0], -(-width // BLOCK)](
-            pool, state_indices, has_initial_state, pool.shape[0], state_indices.stride(0),
-            pool.stride(0),
-            WIDTH=width, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
-    return LaunchRecord("triton", ("kda_clear_fresh",))
-
-
 def _grid(first: Group, second: Group, width: int) -> tuple[int, int]:
     return first.rows + second.rows, -(-width // BLOCK)
 
@@ -152,5 +127,5 @@ def _refuse_capture(x: Tensor) -> None:
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise CaptureError(
             "KDACore: expected Triton during a CUDA graph capture, got backend='torch'. It reads "
-            "numbers of tokens and flags on the host; capture 'triton' or 'cuda' instead."
+            "numbers of tokens on the host; capture 'triton' or 'cuda' instead."
         )

@@ -31,6 +31,7 @@ def recurrent(
     state_pool: Tensor,
     state_indices: Tensor,
     num_accepted_tokens: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     null_index: int | None = None,
     write_state: bool = True,
@@ -65,10 +66,13 @@ def recurrent(
                                 state in column num_accepted_tokens[n] - 1, the last one that the
                                 step before accepted; None: from column 0. 0 keeps the state:
                                 nothing is read or written, and the output rows are zero.
+    has_initial_state  [N]      bool, contiguous. False: starts from zero, whatever bytes lie in the
+                                slot that it would start from; without such a slot it is padding as
+                                any other. None: all have a state.
     cu_seqlens   [N + 1]        int32 or int64 token offsets from 0 (an engine's query_start_loc); B
                                 must then be 1. None: each of the B rows is a sequence. Rows of out
                                 past the last offset are not written; a sequence without tokens
-                                keeps its state.
+                                keeps what its slot holds.
     null_index   an index that means no slot, as every negative one does; None: no other does. A
                  sequence that would start from no slot is padding: nothing of it is read or
                  written, and its output rows are zero. A column without a slot takes no state.
@@ -104,6 +108,7 @@ def recurrent(
                 state_pool=state_pool,
                 state_indices=state_indices,
                 num_accepted_tokens=num_accepted_tokens,
+                has_initial_state=has_initial_state,
                 cu_seqlens=cu_seqlens,
                 null_index=null_index,
                 write_state=write_state,
@@ -124,6 +129,7 @@ def recurrent(
         state_pool=state_pool,
         state_indices=state_indices,
         num_accepted_tokens=num_accepted_tokens,
+        has_initial_state=has_initial_state,
         cu_seqlens=cu_seqlens,
         null_index=null_index,
         write_state=write_state,

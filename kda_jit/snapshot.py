@@ -83,7 +83,8 @@ def of_prefill(p: KdaProblem) -> Snapshot:
 
 def of_recurrent(p: RecurrentProblem) -> Snapshot:
     """Reads `state_indices` on the host. In the file no index but a negative one means no slot."""
-    inputs = _given(p, (*_TOKENS, "state_pool", "num_accepted_tokens", "cu_seqlens"))
+    names = (*_TOKENS, "state_pool", "num_accepted_tokens", "has_initial_state", "cu_seqlens")
+    inputs = _given(p, names)
     slots, indices = compact(p.state_indices, len(p.state_pool), p.null_index)
     inputs["state_indices"] = indices if p.per_token else indices[:, 0]
     results = {"out": p.out} | ({"state_pool": p.state_pool} if p.write_state else {})

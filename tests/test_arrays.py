@@ -178,8 +178,21 @@ def test_recurrent_takes_arrays_too():
     same(out, want)
     same(pool, by_torch)
     flat = {name: x[:, 0] if name in TOKENS else x for name, x in n.items()}
-    got = kda_jit.recurrent(**flat, state_pool=start.numpy(), state_indices=slots)
+    got = kda_jit.recurrent(**flat, state_pool=start.numpy().copy(), state_indices=slots)
     same(got, want[:, 0])
+
+    has = np.array([False, True, True])
+    by_torch = start.clone()
+    want = kda_jit.recurrent(
+        **x, state_pool=by_torch, state_indices=torch.from_numpy(slots),
+        has_initial_state=torch.from_numpy(has),
+    )  # fmt: skip
+    pool = start.numpy().copy()
+    pool[4] = np.nan
+    same(kda_jit.recurrent(**n, state_pool=pool, state_indices=slots, has_initial_state=has), want)
+    same(pool, by_torch)
+    with pytest.raises(InputError, match=r"^has_initial_state: .*\[3\]"):
+        kda_jit.recurrent(**n, state_pool=pool, state_indices=slots, has_initial_state=has[:2])
 
 
 def test_columns_and_every_other_token_are_read_where_they_lie(problems):

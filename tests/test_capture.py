@@ -70,6 +70,13 @@ def step_call():
     )
 
 
+def fresh_call():
+    """Sequence 0 starts from nothing, whatever its slot holds."""
+    found = step_call() | {"has_initial_state": torch.tensor([False, True, False])}
+    found["state_pool"][6] = torch.nan
+    return found
+
+
 def strided():
     wide = tokens(1, 40, 3 * H, D, seed=4)
     return call(q=wide[:, :, :H], k=wide[:, :, H : 2 * H], v=wide[:, :, 2 * H :], scale=0.5)
@@ -93,6 +100,7 @@ CALLS = {
         ),
     ),
     "read_only": (kda_jit.recurrent, lambda: step_call() | {"write_state": False}),
+    "fresh": (kda_jit.recurrent, fresh_call),
 }
 
 

@@ -30,6 +30,7 @@ from kda_jit import (
     WorkspaceLanes,
     layer,
     planned_bytes,
+    recurrent,
     resolver,
     settings,
 )
@@ -384,7 +385,7 @@ def refused(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("something was launched")
 
-    for name in ("prefill", "recurrent", "pack", "scatter", "clear_fresh"):
+    for name in ("prefill", "recurrent", "pack", "scatter"):
         monkeypatch.setattr(layer, name, never)
     pool = step.pool.clone()
     with pytest.raises(error) as found:
@@ -746,8 +747,53 @@ def test_fresh_requests_of_one_token_start_from_zero(apart: bool) -> None:
     reused, fresh = engine.add(1), engine.add(1)
     assert reused.slots == owned
     kernels = engine.step([Work(fresh, "decode"), Work(running, "prefill", 20)]).kernels
-    assert ("torch_clear_fresh" in kernels) == apart
+    assert ("torch_recurrent" in kernels) == apart
     engine.step([Work(reused, "decode"), Work(running, "speculative", 2, 1)])
+
+
+@pytest.mark.parametrize("flagged", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_decodes_are_told_which_sequences_are_fresh(
+    kind: str, flagged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of the step's own flags, where it has any; and nothing else is launched for it."""
+    seen: list[Tensor | None] = []
+
+    def told(*args: Any, **options: Any) -> Tensor:
+        seen.append(options["has_initial_state"])
+        return recurrent(*args, **options)
+
+    monkeypatch.setattr(layer, "recurrent", told)
+    flags = torch.tensor([False, True])
+    step = Step(kind).change(has_initial_state=flags if flagged else None)
+    decodes, verified = step.metadata.num_decodes, step.metadata.num_spec_decodes
+    step.pool[0] = NAN if flagged and decodes else 1.0
+    record = step.run(build(decodes_apart=True))
+    assert record.kernels.count("torch_recurrent") == (decodes > 0) + (verified > 0)
+    assert {*record.kernels} <= {"torch_pack", "torch_chunk16", "torch_recurrent", "torch_scatter"}
+    for part in ["decode"] * (decodes > 0) + ["speculative"] * (verified > 0):
+        found = seen.pop(0)
+        if part == "speculative" or not flagged:
+            assert found is None
+        else:
+            assert found is not None
+            assert (found.data_ptr(), len(found)) == (flags.data_ptr(), decodes)
+    assert seen == []
+    assert step.out[:, : step.metadata.num_actual_tokens].isfinite().all()
+
+
+def test_a_decode_without_a_token_leaves_its_slot_alone() -> None:
+    """Padding of a step of decodes, whatever its flag says."""
+    step = Step("decode")
+    idle = torch.tensor([0, 1, 1], dtype=torch.int32)
+    step.pool[1] = NAN
+    step.change(
+        num_actual_tokens=1,
+        non_spec_query_start_loc=idle,
+        has_initial_state=torch.tensor([True, False]),
+    ).run(build())
+    assert step.pool[1].isnan().all()
+    assert step.pool[0].isfinite().all()
 
 
 def test_decodes_apart_have_the_bits_of_a_pure_decode() -> None:

@@ -122,6 +122,13 @@ RECURRENT = {
         num_accepted_tokens=index(2, 1),
         null_index=7,
     ),
+    "fresh": lambda: inputs(
+        B=3,
+        T=1,
+        state_pool=states(5),
+        state_indices=index(4, 2, 0),
+        has_initial_state=flags(True, False, True),
+    ),
     "read only": lambda: inputs(
         B=2, T=3, read_only_pool=states(5, dtype=torch.bfloat16), state_indices=index(4, 0)
     ),
@@ -260,6 +267,11 @@ def test_the_operators_called_by_hand_are_the_functions():
     out = kda_jit.recurrent(**tokens, state_pool=pool, state_indices=slots)
     again = torch.ops.kda_jit.recurrent(**tokens, state_pool=by_hand, state_indices=slots)
     assert again.equal(out) and by_hand.equal(pool)
+    fresh = {"state_indices": slots, "has_initial_state": flags(False, True)}
+    pool[3] = by_hand[3] = torch.nan
+    out = kda_jit.recurrent(**tokens, **fresh, state_pool=pool)
+    again = torch.ops.kda_jit.recurrent(**tokens, **fresh, state_pool=by_hand)
+    assert again.equal(out) and by_hand.equal(pool) and pool.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -346,7 +358,18 @@ def decode_and_verify(pool, wide, **arguments):
         kda_jit.recurrent(**tokens, **gates, state_pool=pool, state_indices=slots) for _ in range(2)
     ]
     kda_jit.recurrent(
-        **tokens, **gates, state_pool=pool, state_indices=slots, write_state=False, out=outs[0]
+        **tokens,
+        **gates,
+        state_pool=pool,
+        state_indices=slots,
+        write_state=False,
+        out=outs[0],
+        has_initial_state=slots > 0,
+    )
+    outs.append(
+        kda_jit.recurrent(
+            **tokens, **gates, state_pool=pool, state_indices=slots, has_initial_state=slots == 0
+        )
     )
     return torch.cat(outs)
 

@@ -1,4 +1,4 @@
-"""Pack, scatter and clear: Triton's kernels in its interpreter, and the torch path beside them."""
+"""Pack and scatter: Triton's kernels in its interpreter, and the torch path beside them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kda_jit import KDACore
-from kda_jit.pack import BLOCK, Group, PackInputs, clear_fresh, pack, scatter, triton_can_pack
+from kda_jit.pack import Group, PackInputs, pack, scatter, triton_can_pack
 from kda_jit.testing.serving import GARBAGE, Engine, Work
 
 if importlib.util.find_spec("triton") is None:
@@ -143,22 +143,6 @@ def test_a_live_count_beyond_the_capacity_stops_there(triton: bool) -> None:
     assert packed.q[:, 4:].isnan().all()
 
 
-@paths
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_clear_fresh_selects_slots(dtype: torch.dtype, triton: bool) -> None:
-    """Strided indices, no slot, a slot outside the pool; slots lie apart in a wider buffer."""
-    wide = torch.full((6, 3 * 16 * 30 + 16), NAN, dtype=dtype)
-    pool = wide[:, : 3 * 16 * 30].unflatten(1, (3, 16, 30))
-    assert pool[0].numel() > BLOCK
-    table = torch.tensor([[5, 9], [1, 9], [-1, 9], [3, 9], [6, 9]])
-    has = torch.tensor([False, True, False, False, False])
-    record = clear_fresh(pool, table[:, 0], has, triton=triton)
-    assert record.kernels == (("kda_clear_fresh",) if triton else ("torch_clear_fresh",))
-    assert (pool[[3, 5]] == 0).all()
-    assert pool[[0, 1, 2, 4]].isnan().all()
-    assert wide[:, 3 * 16 * 30 :].isnan().all()
-
-
 def test_triton_packs_where_its_kernels_run() -> None:
     assert triton_can_pack(CPU) == INTERPRETED
     assert triton_can_pack(torch.device("cuda", 0)) != INTERPRETED
@@ -186,7 +170,7 @@ def test_triton_layer_serves_every_kind_of_step(apart: bool) -> None:
 
     prefill = ("kda_prepare", "kda_recurrence")
     assert kernels(Work(a, "prefill", 17, checkpoint=16), padding=3) == prefill
-    decodes = ("kda_clear_fresh", "kda_recurrent") if apart else ()
+    decodes = ("kda_recurrent",) if apart else ()
     got = kernels(Work(b, "decode"), Work(a, "prefill", 1), strided=True, idle_rows=2)
     assert got == prefill + decodes
     assert kernels(Work(a, "speculative", 3, 2), Work(b, "speculative", 2, 0)) == ("kda_recurrent",)

@@ -6,6 +6,7 @@ A `way` is the reference, "torch" or "triton": on the CPU, the last one in Trito
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +117,9 @@ def check(way: Way, step: Step, before: dict[str, Any], after: dict[str, Any], o
             begin += length
             continue
         start = before["state_pool"][table[n][accepted - 1]].unsqueeze(0)
+        fresh = n in step.fresh
+        if fresh:
+            start = torch.zeros_like(start)
         for j in range(length):  # cut after each token
             tokens = [before[name][:, begin : begin + j + 1] for name in TOKENS]
             gates = {name: before[name] for name in ("A_log", "dt_bias", "lower_bound", "scale")}
@@ -124,7 +128,12 @@ def check(way: Way, step: Step, before: dict[str, Any], after: dict[str, Any], o
                 slot = table[n][j if step.columns is not None else 0]
                 want_pool[slot] = want.final_state[0]
                 written.append(slot)
-        if length:
+            if fresh:  # a state of few tokens, of which every channel of an output may lose alike
+                scale = K**-0.5 if before["scale"] is None else abs(before["scale"])
+                lost = (out[0, begin + j] - want.out[0, j]).norm(dim=-1)
+                most = way.limit * scale * want.final_state[0].flatten(1).norm(dim=-1)
+                assert (lost <= most).all(), f"token {j} of sequence {n}: {lost}, allowed {most}"
+        if length and not fresh:
             assert_close("out", out[:, begin : begin + length], want.out, way.limit, chunk=1)
         begin += length
     assert (out[:, begin:].isnan()).all(), "rows past cu_seqlens[-1] were written"
@@ -162,6 +171,7 @@ def steps(draw: st.DrawFn) -> Step:
         accepted,
         tuple(n for n in range(N) if draw(st.sampled_from((False, False, True)))),
         draw(st.sampled_from((None, 0))),
+        tuple(n for n in range(N) if draw(st.sampled_from((False, False, True)))),
     )
 
 
@@ -172,6 +182,8 @@ VERIFY = Step(
     padded=(4, 5),
     null_index=0,
 )
+#: With and without tokens, a column that was accepted, and a slot.
+FRESH = replace(VERIFY, fresh=(1, 2, 3, 4, 6))
 
 
 # -- laws ----------------------------------------------------------------------------------------
@@ -179,7 +191,9 @@ VERIFY = Step(
 
 @given(step=steps())
 @example(step=VERIFY)
+@example(step=FRESH)
 @example(step=Step(Case(2, (1, 1, 1), 2, padding=2), padded=(1,)))
+@example(step=Step(Case(2, (1, 0, 1, 2), 2, padding=2), padded=(3,), fresh=(0, 1, 3)))
 def test_a_step_is_the_recurrence(way: Way, step: Step) -> None:
     """Each token's state in its column; the slots of nobody and of padding keep their NaN."""
     before = way.arguments(step)
@@ -266,6 +280,7 @@ def test_a_view_of_a_block_table_is_as_good_as_its_copy(way: Way, dtype: torch.d
 
 @given(step=steps())
 @example(step=VERIFY)
+@example(step=FRESH)
 def test_without_a_write_the_output_is_the_same_and_the_pool_untouched(
     way: Way, step: Step
 ) -> None:
@@ -274,6 +289,76 @@ def test_without_a_write_the_output_is_the_same_and_the_pool_untouched(
     before = arguments["state_pool"].clone()
     assert torch.equal(bits(way(arguments, write_state=False)), bits(way(written)))
     assert torch.equal(bits(arguments["state_pool"]), bits(before))
+
+
+@pytest.mark.parametrize("garbage", [NAN, float("inf"), SENTINEL])
+@pytest.mark.parametrize("write_state", [True, False])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("columns, accepted", [(None, None), (3, None), (3, (2, 1, 3, 3))])
+def test_a_fresh_sequence_is_one_whose_slot_holds_zeros(
+    way: Way,
+    columns: int | None,
+    accepted: tuple[int, ...] | None,
+    state_dtype: str,
+    write_state: bool,
+    garbage: float,
+) -> None:
+    """Bit for bit, its neighbours too; all of them with a state is no flags at all."""
+    lengths = (1, 1, 1, 1) if columns is None else (3, 1, 2, 3)
+    arguments = way.arguments(
+        Step(Case(20, lengths, 1, 2, state_dtype=state_dtype), columns, accepted)
+    )
+    has = torch.tensor([False, True, False, True], device=way.device)
+    rows = arguments["state_indices"].view(4, -1).long()
+    chosen = torch.tensor(accepted or (1, 1, 1, 1), device=way.device).unsqueeze(1) - 1
+    starts = rows.gather(1, chosen).squeeze(1)
+    cleared, dirty, plain = copied(arguments), copied(arguments), copied(arguments)
+    cleared["state_pool"][starts[~has]] = 0.0
+    dirty["state_pool"][starts[~has]] = garbage
+    before = dirty["state_pool"].clone()
+    want = way(cleared, write_state=write_state)
+    got = way(dirty, has_initial_state=has, write_state=write_state)
+    assert want.isfinite().all()
+    assert torch.equal(bits(got), bits(want))
+    written = rows[:, 0] if columns is None else torch.cat(
+        [rows[n, : lengths[n]] for n in range(4)]
+    )  # fmt: skip
+    if write_state:
+        found = dirty["state_pool"]
+        assert torch.equal(bits(found[written]), bits(cleared["state_pool"][written]))
+        others = [slot for slot in range(len(found)) if slot not in written.tolist()]
+        assert torch.equal(bits(found[others]), bits(before[others]))
+    else:
+        assert torch.equal(bits(dirty["state_pool"]), bits(before))
+
+    every = copied(arguments)
+    out = way(every, has_initial_state=torch.ones_like(has), write_state=write_state)
+    assert torch.equal(bits(out), bits(way(plain, write_state=write_state)))
+    assert torch.equal(bits(every["state_pool"]), bits(plain["state_pool"]))
+
+
+def test_a_fresh_sequence_without_a_start_or_a_token_is_left_alone(way: Way) -> None:
+    """No slot, the null index, none accepted, no tokens: as ever."""
+    step = Step(
+        Case(21, (2, 1, 3, 0), 1, 2), 3, (1, 1, 0, 1), padded=(0, 1), null_index=0,
+        fresh=(0, 1, 2, 3),
+    )  # fmt: skip
+    arguments = way.arguments(step)
+    assert arguments["state_indices"][:2, 0].tolist() == [0, -1]
+    arguments["state_pool"].fill_(SENTINEL)
+    before = arguments["state_pool"].clone()
+    out = way(arguments)
+    assert (bits(out) == 0).all()
+    assert torch.equal(bits(arguments["state_pool"]), bits(before))
+
+
+def test_flags_may_be_a_part_of_those_of_a_step(way: Way) -> None:
+    """A slice, at an address that is aligned to nothing."""
+    arguments = way.arguments(Step(Case(22, (1, 1, 1)), fresh=(1,)))
+    wide = torch.tensor([False, False, False, True, False, True, False], device=way.device)
+    part = copied(arguments) | {"has_initial_state": wide[3:6]}
+    assert torch.equal(bits(way(part)), bits(way(arguments)))
+    assert torch.equal(bits(part["state_pool"]), bits(arguments["state_pool"]))
 
 
 def test_a_batch_without_a_write_may_share_a_state(way: Way) -> None:
@@ -414,8 +499,8 @@ def test_signature() -> None:
     parameters = inspect.signature(kda_jit.recurrent).parameters
     assert list(parameters) == [
         "q", "k", "v", "g", "beta", "A_log", "dt_bias", "lower_bound", "scale", "state_pool",
-        "state_indices", "num_accepted_tokens", "cu_seqlens", "null_index", "write_state", "out",
-        "backend",
+        "state_indices", "num_accepted_tokens", "has_initial_state", "cu_seqlens", "null_index",
+        "write_state", "out", "backend",
     ]  # fmt: skip
     kinds = [p.kind for p in parameters.values()]
     assert set(kinds[:5]) == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
@@ -606,6 +691,12 @@ def over_indices(written: str, name: str) -> Any:
     return make
 
 
+def pool_over_flags() -> dict[str, Any]:
+    call = arguments()
+    call["has_initial_state"] = call["state_pool"].flatten().view(torch.bool)[5:8]
+    return call
+
+
 def meta(name: str) -> Any:
     return lambda: arguments() | {name: arguments()[name].to("meta")}
 
@@ -677,6 +768,25 @@ ILLEGAL: dict[str, tuple[Any, type[Exception], str]] = {
         changed(state_indices=torch.arange(3)),
         InputError, r"^num_accepted_tokens: .*0 to 1.*got 2 for sequence 2",
     ),
+    "flags list": (
+        changed(has_initial_state=[True] * 3), InputTypeError, r"^has_initial_state: .*list",
+    ),
+    "flags shape": (
+        changed(has_initial_state=torch.ones(2).bool()),
+        InputError, r"^has_initial_state: .*\[N\] = \[3\].*\[2\]",
+    ),
+    "flags dtype": (
+        changed(has_initial_state=torch.ones(3).int()),
+        InputTypeError, r"^has_initial_state: .*torch.bool.*int32",
+    ),
+    "flags strided": (
+        changed(has_initial_state=torch.ones(6).bool()[::2]),
+        InputError, r"^has_initial_state: .*contiguous",
+    ),
+    "flags elsewhere": (
+        changed(has_initial_state=torch.ones(3, device="meta").bool()),
+        DeviceError, r"^has_initial_state: .*CPU.*meta",
+    ),
     "tokens beyond columns": (
         changed(state_indices=table((1, 2), (3, 4), (5, 6)), num_accepted_tokens=None),
         InputError, r"^state_indices: .*2 columns for sequence 2 of 3 tokens",
@@ -717,6 +827,9 @@ ILLEGAL: dict[str, tuple[Any, type[Exception], str]] = {
     "pool over counts": (
         over_indices("state_pool", "num_accepted_tokens"),
         InputError, r"^state_pool: .*apart from num_accepted_tokens",
+    ),
+    "pool over flags": (
+        pool_over_flags, InputError, r"^state_pool: .*apart from has_initial_state",
     ),
     "pool elsewhere": (meta("state_pool"), DeviceError, r"^state_pool: .*CPU.*meta"),
     "indices elsewhere": (meta("state_indices"), DeviceError, r"^state_indices: .*meta"),

@@ -86,6 +86,16 @@ def check_as_padding(broken: RecurrentProblem, sequence: int) -> None:
     assert torch.equal(bits(everything(broken.state_pool).view(16, -1)), bits(want))
 
 
+@interpreter
+def test_more_sequences_than_a_grid_axis_has_blocks(monkeypatch) -> None:
+    """They go on along the next axis, whose last row is not full."""
+    want = run(problem())
+    monkeypatch.setattr(recurrent_triton, "GRID_N", 2)
+    got = run(problem())
+    assert torch.equal(bits(got.out), bits(want.out))
+    assert torch.equal(bits(got.state_pool), bits(want.state_pool))
+
+
 # -- numbers -------------------------------------------------------------------------------------
 
 
@@ -189,6 +199,39 @@ def test_broken_lengths_write_inside_the_buffers(ends: list[int]) -> None:
     others = [slot for slot in range(16) if slot not in used]
     store = everything(p.state_pool).view(16, -1)
     assert torch.equal(bits(store[others]), bits(before.view(16, -1)[others]))
+
+
+@interpreter
+@pytest.mark.parametrize("slot", [-1, 12, 2**40, 8])
+def test_a_fresh_sequence_needs_a_slot_like_any_other(slot: int) -> None:
+    p = problem(null_index=8, has_initial_state=torch.tensor([True, False, True]))
+    p.state_indices[1, 0] = slot
+    check_as_padding(p, 1)
+
+
+@interpreter
+@pytest.mark.parametrize("accepted", [0, -1, 4])
+def test_a_fresh_sequence_needs_a_column_like_any_other(accepted: int) -> None:
+    p = problem(has_initial_state=torch.tensor([True, False, True]))
+    assert p.num_accepted_tokens is not None
+    p.num_accepted_tokens[1] = accepted
+    check_as_padding(p, 1)
+
+
+@interpreter
+@pytest.mark.parametrize("K, V", [(16, 16), (40, 20), (128, 24)])
+def test_a_fresh_start_is_zero_in_every_row(K: int, V: int) -> None:
+    """Also of blocks that a head's channels do not fill; the flags lie at an odd address."""
+    case, flags = Case(4, (3, 1, 2), 1, 2), torch.tensor([False, True, False, True, False])
+    call = Step(case, columns=3, fresh=(0, 2)).arguments("cpu", torch.float32, K, V)
+    p = run(make_recurrent_problem(**call | {"has_initial_state": flags[2:]}))
+    x = case.tensors("cpu", torch.float32, K, V)
+    assert x.initial_state is not None
+    start = x.initial_state * torch.tensor([0.0, 1.0, 0.0]).view(3, 1, 1, 1)
+    want = x.replace(initial_state=start).reference()
+    assert_close("out", p.out, want.out, 1e-5, cu_seqlens=x.cu_seqlens, chunk=1)
+    last = p.state_indices[[0, 1, 2], [2, 0, 1]].long()
+    assert_close("state", p.state_pool[last], want.final_state, 1e-5)
 
 
 # -- addresses -----------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ def run(problem: RecurrentProblem) -> None:
     ends = p.cu_seqlens.tolist() if p.cu_seqlens is not None else None
     table = p.state_indices.tolist()
     accepted = [1] * p.N if p.num_accepted_tokens is None else p.num_accepted_tokens.tolist()
+    has = None if p.has_initial_state is None else p.has_initial_state.tolist()
     # Under autocast, torch would run our products in half precision.
     with torch.autocast(p.device.type, enabled=False):
         for n, columns in enumerate(table):
@@ -44,7 +45,8 @@ def run(problem: RecurrentProblem) -> None:
             if start < 0:
                 p.out[row, begin:end] = 0
             else:
-                _run_sequence(p, row, begin, end, start, slots)
+                fresh = has is not None and not has[n]
+                _run_sequence(p, row, begin, end, None if fresh else start, slots)
     record_launch(LaunchRecord("torch", ("torch_recurrent",)))
 
 
@@ -53,12 +55,18 @@ def _is_slot(p: RecurrentProblem, slot: int) -> bool:
 
 
 def _run_sequence(
-    p: RecurrentProblem, row: int, begin: int, end: int, start: int, slots: list[int]
+    p: RecurrentProblem, row: int, begin: int, end: int, start: int | None, slots: list[int]
 ) -> None:
-    """Tokens [begin, end) of a batch row; slots has one for the state after each, -1 for none."""
+    """Tokens [begin, end) of a batch row; slots has one for the state after each, -1 for none.
+
+    start  the slot of the state before; None: it is zero
+    """
     dtype = arithmetic(p)
     group = p.HV // p.H
-    S = p.state_pool[start].to(dtype, copy=True)  # [HV, V, K]
+    if start is None:
+        S = p.state_pool.new_zeros((p.HV, p.V, p.K), dtype=dtype)
+    else:
+        S = p.state_pool[start].to(dtype, copy=True)
     for t, slot in zip(range(begin, end), slots):
         # Squares in float64: those of large finite inputs overflow float32.
         q, k = (

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from ..contract.recurrent import RecurrentProblem
 
 
+#: Sequences along the second axis of the grid, which may have 65,535 blocks; then along the third.
+GRID_N = 1 << 15
+
+
 class Config(NamedTuple):
     """What is compiled in for a head of K channels. One warp, so that no sum crosses warps.
 
@@ -40,17 +44,17 @@ def run(problem: RecurrentProblem) -> None:
     config = config_for(p.K)
     accepted = p.num_accepted_tokens
     with _ColdCaptureGuard(p.device, "recurrent"):
-        kda_recurrent[(p.N * p.HV * -(-p.V // config.BV),)](
+        kda_recurrent[p.HV * -(-p.V // config.BV), min(p.N, GRID_N), -(-p.N // GRID_N)](
             p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.out, p.state_pool,
-            p.state_indices, accepted, p.cu_seqlens,
+            p.state_indices, accepted, p.has_initial_state, p.cu_seqlens,
             0.0 if p.lower_bound is None else p.lower_bound,
-            p.scale, p.T, p.HV, p.HV // p.H, p.state_pool.shape[0], p.columns, p.null_index,
+            p.scale, p.N, p.T, p.HV // p.H, p.state_pool.shape[0], p.columns, p.null_index,
             int(p.write_state), int(p.per_token),
             p.state_indices.stride(0), p.state_indices.stride(1) if p.per_token else 0,
             0 if accepted is None else accepted.stride(0),
             *strides(p.q), *strides(p.k), *strides(p.v), *strides(p.g), *strides(p.beta),
             *strides(p.out), p.state_pool.stride(0),
-            K=p.K, V=p.V, BK=config.BK, BV=config.BV, BOUNDED=p.lower_bound is not None,
-            num_warps=1,
+            K=p.K, V=p.V, BK=config.BK, BV=config.BV, GRID_N=GRID_N,
+            BOUNDED=p.lower_bound is not None, num_warps=1,
         )  # fmt: skip
     record_launch(LaunchRecord("triton", ("kda_recurrent",)))

@@ -20,7 +20,7 @@ from .steps import StepInputs
 from .subject import Call, Ours
 
 #: Roles of launches, by what their kernels are called after the first underscore.
-HELPERS = ("pack", "clear_fresh", "recurrent", "scatter")
+HELPERS = ("pack", "recurrent", "scatter")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Recurrent:
                 state_pool=pool,
                 state_indices=slots,
                 num_accepted_tokens=m.num_accepted_tokens,
+                has_initial_state=m.has_initial_state,
                 cu_seqlens=start_loc,
                 out=out,
                 backend=self.backend,

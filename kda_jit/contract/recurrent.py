@@ -37,6 +37,7 @@ class RecurrentProblem(NamedTuple):
     state_pool   [slots, HV, V, K]  fp32 or bf16, dense inside a slot
     state_indices [N, columns]   int32 or int64, any strides
     num_accepted_tokens [N]      int32 or int64, any positive stride; None: all 1
+    has_initial_state [N]        bool, contiguous; False selects a zero initial state
     cu_seqlens   [N + 1]         int32 or int64, contiguous; None: B sequences of T tokens
     null_index   an index that means no slot, as every negative one does
     write_state  False: the pool is only read
@@ -56,6 +57,7 @@ class RecurrentProblem(NamedTuple):
     state_pool: Tensor
     state_indices: Tensor
     num_accepted_tokens: Tensor | None
+    has_initial_state: Tensor | None
     cu_seqlens: Tensor | None
     null_index: int
     write_state: bool
@@ -98,6 +100,7 @@ def make_recurrent_problem(
     state_pool: Tensor,
     state_indices: Tensor,
     num_accepted_tokens: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     null_index: int | None = None,
     write_state: bool = True,
@@ -134,6 +137,8 @@ def make_recurrent_problem(
         check_per_sequence(
             "num_accepted_tokens", num_accepted_tokens, N, INDEX_DTYPES, index, strided=True
         )
+    if has_initial_state is not None:
+        check_per_sequence("has_initial_state", has_initial_state, N, (torch.bool,), index)
     per_token = state_indices.dim() == 2
     if not per_token:
         state_indices = state_indices.unsqueeze(1)
@@ -150,6 +155,7 @@ def make_recurrent_problem(
         "state_pool": state_pool,
         "state_indices": state_indices,
         "num_accepted_tokens": num_accepted_tokens,
+        "has_initial_state": has_initial_state,
     }
     if torch.is_grad_enabled():
         check_grad(list(tensors), list(tensors.values()))
@@ -162,14 +168,17 @@ def make_recurrent_problem(
     spans["state_indices"] = address_range(state_indices)
     if num_accepted_tokens is not None:
         spans["num_accepted_tokens"] = address_range(num_accepted_tokens)
+    if has_initial_state is not None:
+        spans["has_initial_state"] = address_range(has_initial_state)
     written = (["state_pool"] if write_state else []) + ([] if out is None else ["out"])
     if any(_meets(spans, name) for name in written):
         read = {name: x for name, x in tensors.items() if name not in written}
         check_aliasing({name: tensors[name] for name in written}, read)
     problem = RecurrentProblem(
         q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, state_pool, state_indices,
-        num_accepted_tokens, cu_seqlens, -1 if null_index is None else int(null_index),
-        write_state, per_token, v if out is None else out,  # v stands in for what comes last
+        num_accepted_tokens, has_initial_state, cu_seqlens,
+        -1 if null_index is None else int(null_index), write_state, per_token,
+        v if out is None else out,  # stands in for what comes last
         layout.B, layout.T, layout.H, HV, K, V, N,
     )  # fmt: skip
     if q.is_cpu:

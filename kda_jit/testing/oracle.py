@@ -67,6 +67,7 @@ def run_recurrent_reference(problem: RecurrentProblem, dtype: torch.dtype = torc
 
     ends = None if p.cu_seqlens is None else p.cu_seqlens.tolist()
     accepted = [1] * p.N if p.num_accepted_tokens is None else p.num_accepted_tokens.tolist()
+    has = [True] * p.N if p.has_initial_state is None else p.has_initial_state.tolist()
     for n, columns in enumerate(p.state_indices.tolist()):
         row, begin, end = (n, 0, p.T) if ends is None else (0, ends[n], ends[n + 1])
         too_long = p.per_token and end - begin > len(columns)
@@ -75,6 +76,8 @@ def run_recurrent_reference(problem: RecurrentProblem, dtype: torch.dtype = torc
             p.out[row, begin:end] = 0.0
             continue
         state = p.state_pool[start : start + 1].to(dtype)
+        if not has[n]:
+            state = torch.zeros_like(state)
         for t in range(begin, end):
             token = slice(row, row + 1), slice(t, t + 1)
             result = recurrent_kda(

@@ -22,6 +22,7 @@ class Step:
     accepted    num_accepted_tokens of each sequence; None: not given
     padded      sequences that name no slot, and whose tokens hold NaN
     null_index  what the padded sequences with an even number name; None: -1, like the odd ones
+    fresh       sequences without an initial state; NaN lies where they would find one
     """
 
     case: Case
@@ -29,6 +30,7 @@ class Step:
     accepted: tuple[int, ...] | None = None
     padded: tuple[int, ...] = ()
     null_index: int | None = None
+    fresh: tuple[int, ...] = ()
 
     def arguments(
         self,
@@ -57,8 +59,9 @@ class Step:
                 accepted[n] = GARBAGE
                 for y in x.args:
                     y.flatten(0, 1)[x.bounds[n] : x.bounds[n + 1]] = torch.nan
-            elif accepted[n] > 0:
+            elif accepted[n] > 0 and n not in self.fresh:
                 pool[indices[n, accepted[n] - 1]] = x.initial_state[n]
+        has = torch.tensor([n not in self.fresh for n in range(N)]) if self.fresh else None
         names = ("q", "k", "v", "g", "beta")
         arguments = dict(zip(names, x.args, strict=True)) | {
             "A_log": x.A_log,
@@ -68,6 +71,7 @@ class Step:
             "state_pool": pool,
             "state_indices": indices.int() if self.columns else indices[:, 0].int(),
             "num_accepted_tokens": None if self.accepted is None else torch.tensor(accepted),
+            "has_initial_state": has,
             "cu_seqlens": x.cu_seqlens,
             "null_index": self.null_index,
         }

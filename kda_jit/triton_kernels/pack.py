@@ -1,7 +1,5 @@
 """Tokens of a mixed step: five inputs gathered into two packed groups, two outputs put back.
 
-`kda_clear_fresh` belongs to the same glue: it empties the slots of sequences that start afresh.
-
 A group is a list of token indices whose live length only the device knows: it is the last entry of
 the group's query_start_loc. The index buffers may be longer than that and hold anything there, so
 that one CUDA graph serves every division of a step. In the packed buffers the first group has rows
@@ -113,28 +111,3 @@ def kda_scatter(
         return
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     _copy_row(packed + row * WIDTH, out + token * out_stride, cols, WIDTH)
-
-
-@triton.jit(
-    do_not_specialize=["num_slots", "index_stride"],
-    do_not_specialize_on_alignment=["state_indices", "has_initial_state"],
-)
-def kda_clear_fresh(
-    pool,
-    state_indices,
-    has_initial_state,
-    num_slots,
-    index_stride,
-    slot_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Zeros in the slot of each sequence without an initial state. Grid (N, blocks of a slot)."""
-    n = tl.program_id(0).to(tl.int64)
-    slot = tl.load(state_indices + n * index_stride).to(tl.int64)
-    kept = tl.load(has_initial_state + n) != 0
-    if kept | (slot < 0) | (slot >= num_slots):
-        return
-    cols = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    zeros = tl.zeros([BLOCK], pool.dtype.element_ty)
-    tl.store(pool + slot * slot_stride + cols, zeros, cols < WIDTH)

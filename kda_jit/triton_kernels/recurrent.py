@@ -16,13 +16,15 @@ stores  write_each: after token j, to the slot in column j, if there is one. Oth
         and verification without a write are one binary and agree bit for bit.
 gates   base 2 after the load, as in prefill; everything is fp32 between load and store
 launch  one warp: a sum over K never waits for another warp
-limits  16 <= K <= 256, any V; N * HV * V / 8 below 2^31 (grid axis 0)
+limits  16 <= K <= 256, any V; HV * V / 8 and N below 2^31
 """
 
 import triton
 import triton.language as tl
 
-from .prefill import LARGEST, LOG2E, _bounds, _log2_decay, _sigmoid, _unit_rows
+from .prefill import LARGEST, LOG2E, _bounds, _log2_decay, _sigmoid
+
+DOWN = tl.constexpr(8.470329472543003e-22)  # 2^-70
 
 
 @triton.jit
@@ -30,14 +32,27 @@ def _is_slot(slot, num_slots, null_index):
     return (slot >= 0) & (slot < num_slots) & (slot != null_index)
 
 
+@triton.jit
+def _unit(x):
+    """x / |x|, eps under the root. A row whose squares overflow is measured scaled down.
+
+    Both sums are taken: a branch would make the compiler doubt that a warp's lanes stay together.
+    """
+    square = tl.sum(x * x) + 1e-6
+    low = x * DOWN
+    huge = square > LARGEST
+    inverse = tl.rsqrt(tl.where(huge, tl.sum(low * low), square))
+    return tl.where(huge, low, x) * inverse
+
+
 @triton.jit(
     do_not_specialize=[
-        "T", "HV", "group", "num_slots", "columns", "null_index", "write", "write_each",
+        "N", "T", "num_slots", "columns", "null_index", "write", "write_each",
         "index_stride", "column_stride", "accepted_stride", "beta_batch_stride",
         "beta_token_stride",
     ],
     do_not_specialize_on_alignment=[
-        "beta", "A_log", "state_indices", "num_accepted_tokens", "cu_seqlens",
+        "beta", "A_log", "state_indices", "num_accepted_tokens", "has_initial_state", "cu_seqlens",
     ],
 )  # fmt: skip
 def kda_recurrent(
@@ -52,11 +67,12 @@ def kda_recurrent(
     state_pool,
     state_indices,
     num_accepted_tokens,
+    has_initial_state,
     cu_seqlens,
     lower_bound,
     scale,
+    N,
     T,
-    HV,
     group,
     num_slots,
     columns,
@@ -83,24 +99,21 @@ def kda_recurrent(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    GRID_N: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """All tokens of one sequence, head and block of V. Grid (N * HV * cdiv(V, BV))."""
+    """All tokens of one sequence, head and block of V.
+
+    Grid (HV * cdiv(V, BV), min(N, GRID_N), cdiv(N, GRID_N)): neighbours share a sequence.
+    """
     blocks: tl.constexpr = (V + BV - 1) // BV
     v_first = (tl.program_id(0) % blocks) * BV
-    head = tl.program_id(0) // blocks % HV
-    n = (tl.program_id(0) // blocks // HV).to(tl.int64)
-    if cu_seqlens is None:
-        batch = n
-        begin = n * 0
-        end = begin + T
-    else:
-        batch = n * 0
-        begin, end = _bounds(cu_seqlens, n, T)
-    length = tl.maximum(end - begin, 0).to(tl.int32)
-    if length == 0:
+    head = tl.program_id(0) // blocks
+    n = tl.program_id(2).to(tl.int64) * GRID_N + tl.program_id(1)
+    if n >= N:
         return
 
+    # What must be known before tokens and state can be asked for: all of it at once.
     column = n * 0
     chosen = columns > 0
     if num_accepted_tokens is not None:
@@ -108,54 +121,88 @@ def kda_recurrent(
         chosen = (column >= 0) & (column < columns)
     state_indices += n * index_stride
     slot = tl.load(state_indices + column * column_stride, chosen, -1).to(tl.int64)
-    live = _is_slot(slot, num_slots, null_index) & ((write_each == 0) | (length <= columns))
+    target = tl.load(state_indices).to(tl.int64)
+    if cu_seqlens is None:
+        begin = n * 0
+        end = begin + T
+        q += n * q_batch_stride
+        k += n * k_batch_stride
+        v += n * v_batch_stride
+        g += n * g_batch_stride
+        beta += n * beta_batch_stride
+        out += n * out_batch_stride
+    else:
+        begin, end = _bounds(cu_seqlens, n, T)
+    length = tl.maximum(end - begin, 0).to(tl.int32)
+    some = length > 0
 
-    cols = tl.arange(0, BK)[None, :]
+    cols = tl.arange(0, BK)
     v_cols = v_first + tl.arange(0, BV)
     k_mask = cols < K
     v_mask = v_cols < V
-    out += batch * out_batch_stride + begin * out_token_stride + head * V
+    q += begin * q_token_stride + head // group * K + cols
+    k += begin * k_token_stride + head // group * K + cols
+    v += begin * v_token_stride + head * V + v_cols
+    g += begin * g_token_stride + head * K + cols
+    beta += begin * beta_token_stride + head
+    q_raw = tl.load(q, k_mask & some, 0.0)
+    k_raw = tl.load(k, k_mask & some, 0.0)
+    g_raw = tl.load(g, k_mask & some, 0.0)
+    v_raw = tl.load(v, v_mask & some, 0.0)
+    beta_raw = tl.load(beta, some, 0.0)
+
+    live = some & _is_slot(slot, num_slots, null_index) & ((write_each == 0) | (length <= columns))
+
+    out += begin * out_token_stride + head * V + v_cols
     if not live:
         nothing = tl.zeros([BV], out.dtype.element_ty)
         for _ in range(length):
-            tl.store(out + v_cols, nothing, v_mask)
+            tl.store(out, nothing, v_mask)
             out += out_token_stride
         return
 
-    mask = v_mask[:, None] & k_mask
-    state_pool += head.to(tl.int64) * (V * K) + v_cols[:, None] * K + cols
-    S = tl.load(state_pool + slot * slot_stride, mask, 0.0).to(tl.float32)
+    mask = v_mask[:, None] & k_mask[None, :]
+    state_pool += head.to(tl.int64) * (V * K) + v_cols[:, None] * K + cols[None, :]
+    kept = mask
+    if has_initial_state is not None:  # the bytes of a fresh sequence's slot may be NaN
+        kept = mask & (tl.load(has_initial_state + n) != 0)
+    S = tl.load(state_pool + slot * slot_stride, kept, 0.0).to(tl.float32)
     bias = tl.load(dt_bias + head * K + cols, k_mask, 0.0)
     rate = tl.exp2(tl.load(A_log + head) * LOG2E)
     rate = tl.where(rate > LARGEST, LARGEST, rate)  # inf times a logit of 0 would be NaN
 
-    q += batch * q_batch_stride + begin * q_token_stride + (head // group) * K
-    k += batch * k_batch_stride + begin * k_token_stride + (head // group) * K
-    v += batch * v_batch_stride + begin * v_token_stride + head * V
-    g += batch * g_batch_stride + begin * g_token_stride + head * K
-    beta += batch * beta_batch_stride + begin * beta_token_stride + head
     for t in range(length):
-        q_unit = _unit_rows(tl.load(q + cols, k_mask, 0.0).to(tl.float32))
-        k_unit = _unit_rows(tl.load(k + cols, k_mask, 0.0).to(tl.float32))
-        g_raw = tl.load(g + cols, k_mask, 0.0).to(tl.float32)
-        v_t = tl.load(v + v_cols, v_mask, 0.0).to(tl.float32)
-        beta_act = _sigmoid(tl.load(beta).to(tl.float32))
-
-        g_log2 = _log2_decay(g_raw, rate, bias, lower_bound, BOUNDED)
-        S *= tl.exp2(g_log2)
-        u = beta_act * (v_t - tl.sum(S * k_unit, axis=1))
-        S += u[:, None] * k_unit
-        o = tl.sum(S * q_unit, axis=1) * scale
-        tl.store(out + v_cols, o.to(out.dtype.element_ty), v_mask)
-
-        if (write != 0) & ((write_each != 0) | (t == length - 1)):
-            target = tl.load(state_indices).to(tl.int64)
-            kept = mask & _is_slot(target, num_slots, null_index)
-            tl.store(state_pool + target * slot_stride, S.to(state_pool.dtype.element_ty), kept)
-        state_indices += column_stride
+        q_unit = _unit(q_raw.to(tl.float32))
+        k_unit = _unit(k_raw.to(tl.float32))
+        g_log2 = _log2_decay(g_raw.to(tl.float32), rate, bias, lower_bound, BOUNDED)
+        decay = tl.exp2(g_log2)
+        v_t = v_raw.to(tl.float32)
+        beta_act = _sigmoid(beta_raw.to(tl.float32))
+        # The next token is on its way while this one is worked on.
+        more = t + 1 < length
         q += q_token_stride
         k += k_token_stride
         v += v_token_stride
         g += g_token_stride
         beta += beta_token_stride
+        state_indices += column_stride
+        q_raw = tl.load(q, k_mask & more, 0.0)
+        k_raw = tl.load(k, k_mask & more, 0.0)
+        g_raw = tl.load(g, k_mask & more, 0.0)
+        v_raw = tl.load(v, v_mask & more, 0.0)
+        beta_raw = tl.load(beta, more, 0.0)
+        target_after = tl.load(state_indices, more, 0).to(tl.int64)
+
+        # S' q = S q + u (k q): no sum waits for another.
+        S *= decay[None, :]
+        k_q = tl.sum(k_unit * q_unit)
+        S_q = tl.sum(S * q_unit[None, :], axis=1)
+        u = beta_act * (v_t - tl.sum(S * k_unit[None, :], axis=1))
+        S += u[:, None] * k_unit[None, :]
+        tl.store(out, ((S_q + u * k_q) * scale).to(out.dtype.element_ty), v_mask)
         out += out_token_stride
+
+        if (write != 0) & ((write_each != 0) | (t == length - 1)):
+            place = mask & _is_slot(target, num_slots, null_index)
+            tl.store(state_pool + target * slot_stride, S.to(state_pool.dtype.element_ty), place)
+        target = target_after

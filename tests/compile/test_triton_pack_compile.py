@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1 leaves nothing to compile", allow_module_level=True)
 
 from kda_jit.pack import BLOCK
-from kda_jit.triton_kernels.pack import kda_clear_fresh, kda_pack, kda_scatter
+from kda_jit.triton_kernels.pack import kda_pack, kda_scatter
 from tests.compile.triton_aot import build, resources
 
 INDICES = ("first_tokens", "second_tokens", "first_count", "second_count")
@@ -26,16 +26,14 @@ def cold_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build_each(sm: int, dtype: str = "bf16", index: str = "i32", heads: int = 12) -> dict[str, Any]:
-    """All three, for heads of 128 channels."""
+    """Both, for heads of 128 channels."""
     inputs = ("q", "k", "v", "g", "beta")
     types = dict.fromkeys([*inputs, *(f"{x}_packed" for x in inputs), "packed", "out"], f"*{dtype}")
-    types |= dict.fromkeys([*INDICES, "state_indices"], f"*{index}")
-    types |= {"pool": "*fp32", "has_initial_state": "*i1"}
+    types |= dict.fromkeys(INDICES, f"*{index}")
     pack = {"QK_WIDTH": heads * 128, "V_WIDTH": heads * 128, "G_WIDTH": heads * 128}
     widths = {
         kda_pack: pack | {"BETA_WIDTH": heads},
         kda_scatter: {"WIDTH": heads * 128},
-        kda_clear_fresh: {"WIDTH": heads * 128 * 128},
     }
     return {
         kernel.__name__: build(kernel, types, {"BLOCK": BLOCK, **sizes}, sm, num_warps=4)
@@ -73,6 +71,5 @@ def test_sizes_of_a_step_are_not_compiled_in() -> None:
     for kernel, names in (
         (kda_pack, {"first_rows", "num_tokens", "beta_stride"}),
         (kda_scatter, {"first_rows", "num_tokens"}),
-        (kda_clear_fresh, {"num_slots", "index_stride"}),
     ):
         assert names <= {p.name for p in kernel.params if p.do_not_specialize}

@@ -47,6 +47,7 @@ def build_recurrent(
     types |= dict.fromkeys(("A_log", "dt_bias"), "*fp32")
     types |= dict.fromkeys(("state_indices", "num_accepted_tokens", "cu_seqlens"), f"*{index}")
     types |= {"state_pool": f"*{state}", "lower_bound": "fp32", "scale": "fp32"}
+    types |= {"has_initial_state": "*i1"}
     constants: dict[str, Any] = {
         "K": K, "V": V, "BK": config.BK, "BV": config.BV, "BOUNDED": bounded,
     }  # fmt: skip
@@ -63,7 +64,7 @@ def test_every_architecture(sm: int, state: str) -> None:
     assert kernel.metadata.shared <= 2048
     registers, spills = resources(kernel, sm)
     assert spills == 0
-    assert registers <= 96
+    assert registers <= 128  # 16 warps an SM; with 24 of them an H200 is no faster
 
 
 @pytest.mark.parametrize("K, V, dtype", HEADS)
@@ -74,7 +75,9 @@ def test_every_head(K: int, V: int, dtype: torch.dtype, bounded: bool) -> None:
     assert resources(kernel, 90)[1] == 0
 
 
-@pytest.mark.parametrize("absent", [("cu_seqlens",), ("num_accepted_tokens",)])
+@pytest.mark.parametrize(
+    "absent", [("cu_seqlens",), ("num_accepted_tokens",), ("has_initial_state",)]
+)
 def test_every_optional_argument(absent: tuple[str, ...]) -> None:
     build_recurrent(128, 128, torch.bfloat16, 90, absent=absent)
 
@@ -90,6 +93,6 @@ def test_states_move_16_bytes_at_a_time() -> None:
 def test_no_number_of_a_step_is_compiled_in() -> None:
     fixed = {p.name for p in kda_recurrent.params if p.do_not_specialize}
     assert fixed >= {
-        "T", "HV", "num_slots", "columns", "null_index", "write", "write_each", "index_stride",
+        "N", "T", "num_slots", "columns", "null_index", "write", "write_each", "index_stride",
         "column_stride", "accepted_stride",
     }  # fmt: skip

@@ -160,6 +160,13 @@ def test_recurrent_takes_cupy_too() -> None:
     assert same(out, want)
     assert torch.equal(pools[1], pools[0])
 
+    has = torch.tensor([False, True, True], device="cuda")
+    kwargs |= {"state_indices": slots, "has_initial_state": has}
+    want = kda_jit.recurrent(*x.args, **kwargs, state_pool=pools[0])
+    arguments |= {"state_indices": array(slots), "has_initial_state": array(has)}
+    assert same(kda_jit.recurrent(**arguments, state_pool=pool), want)
+    assert torch.equal(pools[1], pools[0])
+
 
 def test_columns_of_a_wider_array_are_read_in_place(x: Inputs) -> None:
     arguments = given(x)

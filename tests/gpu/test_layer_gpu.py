@@ -120,13 +120,11 @@ def test_kernels_of_every_kind_of_step(backend: str) -> None:
     recurrent = ("triton", ("kda_recurrent",))
     assert ran(Work(a, "decode"), idle_sequences=3, idle_rows=3) == [recurrent]
     assert ran(Work(a, "speculative", 4, 2), idle_sequences=3, idle_rows=3) == [recurrent]
-    assert ran(Work(a, "decode"), Work(b, "prefill", 30)) == [
-        (backend, prefill), ("triton", ("kda_clear_fresh",)), recurrent,
-    ]  # fmt: skip
+    assert ran(Work(a, "decode"), Work(b, "prefill", 30)) == [(backend, prefill), recurrent]
     mixed = ran(Work(a, "decode"), Work(b, "speculative", 3, 1), Work(c, "prefill", 20), padding=5)
     assert mixed == [
-        ("triton", ("kda_pack",)), (backend, prefill), ("triton", ("kda_clear_fresh",)),
-        recurrent, recurrent, ("triton", ("kda_scatter",)),
+        ("triton", ("kda_pack",)), (backend, prefill), recurrent, recurrent,
+        ("triton", ("kda_scatter",)),
     ]  # fmt: skip
 
 

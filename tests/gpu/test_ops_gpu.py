@@ -94,7 +94,8 @@ def test_opcheck(way: Any) -> None:
 
 def test_opcheck_recurrent() -> None:
     pytest.importorskip("triton")
-    arguments = Step(Case(seed=321, lengths=(2, 3, 1), heads=2), columns=3).arguments("cuda")
+    step = Step(Case(seed=321, lengths=(2, 3, 1), heads=2), columns=3, fresh=(1,))
+    arguments = step.arguments("cuda")
     arguments["state_pool"].nan_to_num_()
     tokens = tuple(arguments.pop(name) for name in ("q", "k", "v", "g", "beta"))
     arguments["backend"] = "triton"

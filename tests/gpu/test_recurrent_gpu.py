@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ VERIFY = Step(
     padded=(4, 5),
     null_index=0,
 )
+#: With and without tokens, a column that was accepted, and a slot.
+FRESH = replace(VERIFY, fresh=(1, 2, 3, 4, 6))
 
 
 def run(arguments: dict[str, Any], **changes: Any) -> Tensor:
@@ -99,8 +102,34 @@ def test_plain_decode_over_many_steps(state_dtype: str) -> None:
     assert error < (1e-4 if state_dtype == "float32" else 5e-2)
 
 
-def test_a_step_that_writes_nothing_gives_the_same_bits() -> None:
-    arguments = VERIFY.arguments("cuda")
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("K, V", [(128, 128), (40, 200), (256, 256)])
+@pytest.mark.parametrize("columns", [None, 3])
+def test_a_fresh_sequence_is_one_whose_slot_holds_zeros(
+    columns: int | None, K: int, V: int, state_dtype: str
+) -> None:
+    """Bit for bit, over NaN; the flags are a part of a step's, at an odd address."""
+    accepted = None if columns is None else (2, 1, 3, 1, 3)
+    lengths = (1,) * 5 if columns is None else (3, 1, 2, 0, 3)
+    case = Case(11, lengths, 2, 4, state_dtype=state_dtype)
+    dirty = Step(case, columns, accepted, fresh=(0, 2, 4)).arguments("cuda", torch.bfloat16, K, V)
+    zeros = Step(case, columns, accepted).arguments("cuda", torch.bfloat16, K, V)
+    flags = torch.tensor([True] * 3 + [False, True, False, True, False], device="cuda")[3:]
+    before = dirty["state_pool"].clone()
+    fresh = (dirty["state_pool"].isnan() & ~zeros["state_pool"].isnan()).flatten(1).any(1)
+    assert int(fresh.sum()) == 3
+    zeros["state_pool"][fresh] = 0.0
+    out = run(dirty, has_initial_state=flags)
+    assert out.isfinite().all()
+    assert torch.equal(bits(out), bits(run(zeros)))
+    slots = written(dirty["state_pool"], before)
+    assert len(slots) == (5 if columns is None else 9)
+    assert torch.equal(bits(dirty["state_pool"][slots]), bits(zeros["state_pool"][slots]))
+
+
+@pytest.mark.parametrize("step", [VERIFY, FRESH])
+def test_a_step_that_writes_nothing_gives_the_same_bits(step: Step) -> None:
+    arguments = step.arguments("cuda")
     before = arguments["state_pool"].clone()
     dry = run(arguments, write_state=False)
     assert torch.equal(bits(arguments["state_pool"]), bits(before))
@@ -192,7 +221,9 @@ def test_slots_beyond_2_31_elements() -> None:
 def test_steps_neither_recompile_nor_synchronise() -> None:
     """Whatever their lengths, sequences, columns, null index and strides of the index tensors."""
     compiled: list[str] = []
+    flags = torch.rand(40, device="cuda") < 0.5
     run(VERIFY.arguments("cuda"))
+    run(FRESH.arguments("cuda"))
     previous = triton.knobs.runtime.jit_post_compile_hook
     triton.knobs.runtime.jit_post_compile_hook = lambda **kw: compiled.append(kw["repr"])
     try:
@@ -206,6 +237,8 @@ def test_steps_neither_recompile_nor_synchronise() -> None:
             if not sum(lengths):
                 continue
             arguments["out"] = torch.empty_like(arguments["v"])
+            if i % 4 == 3:  # at any address
+                arguments["has_initial_state"] = flags[i : i + len(lengths)]
             torch.cuda.set_sync_debug_mode("error")
             try:
                 run(arguments, write_state=i % 3 > 0)
@@ -216,10 +249,11 @@ def test_steps_neither_recompile_nor_synchronise() -> None:
     assert compiled == []
 
 
-def test_graph_replays_with_new_inputs_lengths_counts_and_slots() -> None:
+def test_graph_replays_with_new_inputs_lengths_counts_slots_and_flags() -> None:
     """A graph of the largest step, replayed with fewer sequences and garbage behind them."""
-    large = Step(Case(8, (4, 4, 4, 4), 2), 4, (1,) * 4).arguments("cuda")
-    small = Step(Case(9, (2, 4, 0, 0), 2, padding=10), 4, (2, 3, 1, 1)).arguments("cuda")
+    large = Step(Case(8, (4, 4, 4, 4), 2), 4, (1,) * 4, fresh=(1, 2)).arguments("cuda")
+    small = Step(Case(9, (2, 4, 0, 0), 2, padding=10), 4, (2, 3, 1, 1), fresh=(0, 3))
+    small = small.arguments("cuda")
     static = copied(large)
     static["out"] = torch.full_like(large["v"], NAN)
     run(static)
