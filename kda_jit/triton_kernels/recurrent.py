@@ -10,7 +10,8 @@ in      q k [B,T,H,K]  v [B,T,HV,V]  g [B,T,HV,K]  beta [B,T,HV]: fp32, bf16 or 
 out     out [B,T,HV,V]; state_pool [slots, HV, V, K], fp32 or bf16, V-major
 start   column num_accepted_tokens[n] - 1, or 0 without them. No such column, or no slot in it (a
         negative one, null_index, one outside the pool), or more tokens than columns: the state is
-        neither read nor written, and the output is zero.
+        neither read nor written, and the output is zero. Where has_initial_state[n] is false it
+        is zero, whatever the slot holds.
 stores  write_each: after token j, to the slot in column j, if there is one. Otherwise after the
         last token, to column 0. All such choices are made at run time, so that decode, verification
         and verification without a write are one binary and agree bit for bit.
@@ -122,6 +123,9 @@ def kda_recurrent(
     state_indices += n * index_stride
     slot = tl.load(state_indices + column * column_stride, chosen, -1).to(tl.int64)
     target = tl.load(state_indices).to(tl.int64)
+    has = 1
+    if has_initial_state is not None:
+        has = tl.load(has_initial_state + n)
     if cu_seqlens is None:
         begin = n * 0
         end = begin + T
@@ -163,10 +167,8 @@ def kda_recurrent(
 
     mask = v_mask[:, None] & k_mask[None, :]
     state_pool += head.to(tl.int64) * (V * K) + v_cols[:, None] * K + cols[None, :]
-    kept = mask
-    if has_initial_state is not None:  # the bytes of a fresh sequence's slot may be NaN
-        kept = mask & (tl.load(has_initial_state + n) != 0)
-    S = tl.load(state_pool + slot * slot_stride, kept, 0.0).to(tl.float32)
+    # The bytes of a fresh sequence's slot may be NaN.
+    S = tl.load(state_pool + slot * slot_stride, mask & (has != 0), 0.0).to(tl.float32)
     bias = tl.load(dt_bias + head * K + cols, k_mask, 0.0)
     rate = tl.exp2(tl.load(A_log + head) * LOG2E)
     rate = tl.where(rate > LARGEST, LARGEST, rate)  # inf times a logit of 0 would be NaN
