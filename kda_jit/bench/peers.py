@@ -89,10 +89,12 @@ class Fla:
     """fla's chunk_kda, with gate, l2norm and the sigmoid of beta in its kernels.
 
     tuned  its kernels time all their configurations on first use, which takes minutes for many head
-           counts; else each takes its first one: for who asks what they compute, not how fast
+           counts; else each takes its first one: for who asks what they compute, not how fast. Once
+           one has run untuned, so do all in that process
     """
 
     name = "fla"
+    _untuned = False  # in this process
 
     def __init__(self, tuned: bool = True):
         self.tuned = tuned
@@ -101,12 +103,14 @@ class Fla:
         if not self.tuned:
             importlib.import_module("fla.ops.kda")
             take_first_configurations("fla")
+            Fla._untuned = True
 
     @property
     def version(self) -> str:
         for package in ("fla-core", "flash-linear-attention"):
             try:
-                untuned = "" if self.tuned else ", first configuration of each kernel"
+                first = not self.tuned or Fla._untuned
+                untuned = ", first configuration of each kernel" if first else ""
                 return f"{package} {metadata.version(package)}{untuned}"
             except metadata.PackageNotFoundError:
                 continue
@@ -151,16 +155,22 @@ class Fla:
 
 
 def take_first_configurations(package: str) -> int:
-    """Leaves each tuned Triton kernel of a package one configuration; returns their number."""
+    """Leaves each tuned Triton kernel of a package one configuration; returns their number.
+
+    For the rest of the process.
+    """
+    from triton.runtime.autotuner import Autotuner, Heuristics
+
     modules = [m for name, m in list(sys.modules.items()) if f"{name}.".startswith(f"{package}.")]
-    kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "fn")]
+    layers = (Autotuner, Heuristics)  # one around the other, and the kernel inside
+    found = [x for module in modules for x in vars(module).values() if isinstance(x, layers)]
     tuned = 0
-    for kernel in {id(x): x for x in kernels}.values():
-        while kernel is not None:  # heuristics and tuners, one around the other
-            if configurations := getattr(kernel, "configs", None):
-                del configurations[1:]
+    for kernel in {id(x): x for x in found}.values():
+        while isinstance(kernel, layers):
+            if isinstance(kernel, Autotuner):
+                kernel.configs = list(kernel.configs[:1])
                 tuned += 1
-            kernel = getattr(kernel, "fn", None)
+            kernel = kernel.fn
     return tuned
 
 

@@ -14,7 +14,8 @@ start   column num_accepted_tokens[n] - 1, or 0 without them. No such column, or
         is zero, whatever the slot holds.
 stores  write_each: after token j, to the slot in column j, if there is one. Otherwise after the
         last token, to column 0. All such choices are made at run time, so that decode, verification
-        and verification without a write are one binary and agree bit for bit.
+        and verification without a write are one binary and agree bit for bit. (Optional tensors,
+        there or not, and value heads that share a q/k head or not are binaries of their own.)
 gates   base 2 after the load, as in prefill; everything is fp32 between load and store
 launch  one warp: a sum over K never waits for another warp
 limits  16 <= K <= 256, any V; HV * V / 8 and N below 2^31

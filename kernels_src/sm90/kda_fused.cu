@@ -392,6 +392,7 @@ KDA_DEVICE void send_images(FusedSmem& smem, u32 rank) {
             __syncwarp();  // as in announce
             if (leader) peer_mbarrier_arrive_expect_bytes(arrived, kStageBytes);
             mbarrier_wait(at + kReady, number / kSlots & 1);
+            __syncwarp();  // likewise
             if (leader) bulk_copy_to_peer(peer_address(to, rank ^ 1), at, kStageBytes, arrived);
             __syncwarp();
         }

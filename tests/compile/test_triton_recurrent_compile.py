@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1 leaves nothing to compile", allow_module_level=True)
 
-from kda_jit.backends.recurrent_triton import config_for
+from kda_jit.backends.recurrent_triton import GRID_N, config_for
 from kda_jit.triton_kernels.recurrent import kda_recurrent
 from tests.compile.triton_aot import NAMES, SHARED_BYTES, build, resources
 
@@ -41,6 +41,7 @@ def build_recurrent(
     state: str = "fp32",
     index: str = "i32",
     absent: tuple[str, ...] = (),
+    group: int = 1,
 ) -> Any:
     config = config_for(K)
     types = dict.fromkeys(("q", "k", "v", "g", "beta", "out"), f"*{NAMES[dtype]}")
@@ -49,9 +50,11 @@ def build_recurrent(
     types |= {"state_pool": f"*{state}", "lower_bound": "fp32", "scale": "fp32"}
     types |= {"has_initial_state": "*i1"}
     constants: dict[str, Any] = {
-        "K": K, "V": V, "BK": config.BK, "BV": config.BV, "BOUNDED": bounded,
+        "K": K, "V": V, "BK": config.BK, "BV": config.BV, "GRID_N": GRID_N, "BOUNDED": bounded,
     }  # fmt: skip
     constants |= dict.fromkeys(absent)
+    if group == 1:
+        constants["group"] = 1  # which a launch compiles in
     return build(kda_recurrent, types, constants, sm, num_warps=1)
 
 

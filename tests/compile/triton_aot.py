@@ -28,6 +28,7 @@ def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], sm: int
             signature[name] = "constexpr"
             fixed[(i,)] = constants[name]
             continue
+        assert not parameter.is_constexpr, f"{name} is compiled in: it needs a constant"
         signature[name] = types.get(name, "i32")
         aligned = signature[name][0] == "*" and not parameter.do_not_specialize_on_alignment
         if aligned or (name.endswith("_stride") and not parameter.do_not_specialize):

@@ -21,7 +21,10 @@ TRIES = 60
 
 @dataclass(frozen=True)
 class Mutation:
-    """One text for another in a file of kernels_src, and a way that runs it."""
+    """One text for another in a file of kernels_src, and a way that runs it.
+
+    lanes_apart  each lane of a warp goes on by itself, as far as CUDA allows
+    """
 
     name: str
     way: str
@@ -29,6 +32,7 @@ class Mutation:
     old: str
     new: str
     lengths: tuple[int, ...] = (33, 0, 270, 16, 97)
+    lanes_apart: bool = False
 
 
 MUTATIONS = (
@@ -95,6 +99,11 @@ MUTATIONS = (
         "                mbarrier_wait(shared_address(&smem.own[last].freed), round & 1);\n", "",
     ),
     Mutation(
+        "a lane still asks a barrier that its own warp lets go on", "fused", "sm90/kda_fused.cu",
+        "            __syncwarp();  // likewise\n", "",
+        (500,), lanes_apart=True,
+    ),
+    Mutation(
         "a cluster takes a state that is not there", "fused", "sm90/kda_fused.cu",
         "        while (__any_sync(0xffffffffu, load_acquire(flag) != args.call)) {}\n", "",
     ),
@@ -132,10 +141,15 @@ def fault(emulated: Emulator, lengths: tuple[int, ...], tries: int) -> str | Non
     return None
 
 
-@pytest.mark.parametrize("way, lengths", sorted({(m.way, m.lengths) for m in MUTATIONS}))
-def test_kernels_as_they_are_have_no_fault(way: str, lengths: tuple[int, ...]) -> None:
-    with Way(way)(seed=1) as emulated:
-        assert fault(emulated, lengths, tries=5) is None
+@pytest.mark.parametrize(
+    "way, lengths, lanes_apart", sorted({(m.way, m.lengths, m.lanes_apart) for m in MUTATIONS})
+)
+def test_kernels_as_they_are_have_no_fault(
+    way: str, lengths: tuple[int, ...], lanes_apart: bool
+) -> None:
+    tries = TRIES if lanes_apart else 5
+    with Way(way)(seed=1, lanes_apart=lanes_apart) as emulated:
+        assert fault(emulated, lengths, tries) is None
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -145,5 +159,6 @@ def test_a_broken_kernel_is_found_out(mutation: Mutation, tmp_path: Path) -> Non
     text = (folder / mutation.file).read_text()
     assert text.count(mutation.old) == 1, "the kernel is written otherwise by now"
     (folder / mutation.file).write_text(text.replace(mutation.old, mutation.new))
-    with Way(mutation.way)(seed=1, folder=folder) as emulated:
+    how = {"seed": 1, "folder": folder, "lanes_apart": mutation.lanes_apart}
+    with Way(mutation.way)(**how) as emulated:
         assert fault(emulated, mutation.lengths, TRIES), f"not seen in {TRIES} orders of events"
