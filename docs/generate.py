@@ -36,10 +36,11 @@ CONFORMANCE = "conformance-"  # how reports of kda-jit verify begin their names
 GENERATED = "<!-- written by docs/generate.py; edit the code it describes instead -->\n\n"
 
 CONFORMANCE_INTRODUCTION = """\
-`kda-jit verify` tries the laws below on a prefill, ours or anybody's: a backend by its name,
-FlashKDA or fla through the adapters of the benchmarks (`peer:flashkda`, `peer:fla`), or a function
-of yours with the arguments of `kda_jit.prefill` (`module:function`; what its signature does not
-name, or what it answers with NotImplementedError, is not tried). Each law is tried on each kind of
+`kda-jit verify` tries the laws below on a prefill, ours or anybody's: a backend by its name;
+another implementation through its adapter (`peer:flashkda`, FlashKDA as vLLM builds it;
+`peer:flash_kda`, its own package; `peer:fla`; `peer:cula`); or a function of yours with the
+arguments of `kda_jit.prefill` (`module:function`; what its signature does not name, or what it
+answers with NotImplementedError, is not tried). Each law is tried on each kind of
 numbers where it says something, and every run checks which backend ran. The bodies of the laws are
 in `kda_jit/testing/laws.py`. They hold for the float64 reference first: a law that it breaks is a
 wrong law. Which kinds of faults people met, and what covers each, is in

@@ -133,8 +133,8 @@ class Comparison:
 def compare(call: Call, a: str, b: str, *, flashkda: Path | None = None) -> Comparison:
     """Makes the call in two ways, and by float64.
 
-    a, b      a backend of ours; CAPTURED: what the live call wrote; "peer:flashkda", "peer:fla", or
-              "module:function", a function with the arguments of kda_jit.prefill
+    a, b      a backend of ours; CAPTURED: what the live call wrote; "peer:flashkda" and its like;
+              or "module:function", a function with the arguments of kda_jit.prefill
     flashkda  FlashKDA's library; None: where the environment says
 
     Raises what the function that is called raises, and InputError where there is nothing captured,

@@ -19,6 +19,7 @@ import kda_jit
 from kda_jit import __main__ as entry
 from kda_jit import compare as work
 from kda_jit.backends.torch import TorchBackend
+from kda_jit.bench.peers import FlashKDA
 from kda_jit.callfile import Call, read_call, write_call
 from kda_jit.cli import app
 from kda_jit.compare import CAPTURED, _initial_states, as_json, compare
@@ -377,7 +378,7 @@ def test_a_peer_is_asked_for_what_it_has_alone(live, monkeypatch):
     asked = []
 
     class Peer:
-        name = "flashkda"
+        name, lacks = "flashkda", FlashKDA.lacks
 
         def activate(self):
             pass

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import kda_jit
+from kda_jit.bench.peers import LACKED
 from kda_jit.errors import InputError, NoBackendError
 from kda_jit.reference import recurrent_kda
 from kda_jit.testing import REGIMES, Case, verify
@@ -220,7 +221,7 @@ def test_long_adds_a_long_sequence() -> None:
         ("cuda", NoBackendError, "expected a CUDA GPU for 'cuda', got cpu"),
         ("tritn", InputError, "backend: expected auto, reference, cuda, triton, torch, peer:"),
         ("peer:fla", InputError, "device: expected a CUDA GPU for 'peer:fla', got cpu"),
-        ("peer:other", InputError, "expected peer:flashkda or peer:fla"),
+        ("peer:other", InputError, "expected peer:flashkda, peer:fla, peer:flash_kda, peer:cula"),
         ("nowhere:prefill", InputError, "expected module:function, got 'nowhere:prefill'"),
         ("kda_jit:nothing", InputError, "expected module:function"),
         ("kda_jit:__version__", InputError, "expected a function"),
@@ -237,7 +238,7 @@ def test_auto_is_what_the_resolver_says() -> None:
 
 def test_a_peer_that_turns_out_to_be_ours_is_found_out() -> None:
     class Peer:
-        name, version = "fla", "0"
+        name, version, lacks = "fla", "0", LACKED
 
         def activate(self) -> None: ...
 

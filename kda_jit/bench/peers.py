@@ -1,8 +1,11 @@
 """Other implementations of the same operator, if they are here. None is needed, none is installed.
 
 FlashKDA's library comes inside vLLM's wheel (vllm/_flashkda_C.abi3.so); name it in the environment.
-fla is taken if `fla.ops.kda` imports; it tunes itself on first use of a head count, for tens of
-seconds, and so is only measured when asked for.
+The others are taken if they import, and only when asked for: fla, which tunes itself on first use
+of a head count, for tens of seconds; FlashKDA's own package, flash_kda; and cuLA.
+
+A peer has a name, says why it does not run here (`why_not`) and which kinds of call its adapter
+lacks (`lacks`, in the words of kda_jit.testing), and binds inputs to a call without arguments.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ from kda_jit.testing import Inputs
 
 from .subject import Call
 
+#: What no adapter has: kinds of call that its package lacks, or makes in another way.
+LACKED = ("unbounded", "bf16_state", "padding", "buffers", "pool", "checkpoint", "graph")
+
 
 class FlashKDA:
     """vLLM's build of FlashKDA: bf16, K = V = 128, bounded gate, HV = H, packed."""
 
     name = "flashkda"
+    lacks = (*LACKED, "dense", "grouped", "strided")
 
     def __init__(self, path: Path | None = None) -> None:
         """path: of the library; None: where the environment says."""
@@ -94,6 +101,7 @@ class Fla:
     """
 
     name = "fla"
+    lacks = LACKED
     _untuned = False  # in this process
 
     def __init__(self, tuned: bool = True):
@@ -118,11 +126,7 @@ class Fla:
 
     def why_not(self) -> str | None:
         """Why it cannot run here; None if it can."""
-        try:
-            importlib.import_module("fla.ops.kda")
-        except ImportError as error:
-            return f"fla.ops.kda does not import: {error}"
-        return None
+        return _import_error("fla.ops.kda")
 
     def bind(self, inputs: Inputs) -> Call:
         chunk_kda = importlib.import_module("fla.ops.kda").chunk_kda
@@ -154,6 +158,113 @@ class Fla:
         return call
 
 
+class FlashKDAPackage:
+    """FlashKDA as its authors give it, the package flash_kda: bf16, K = V = 128, HV = H."""
+
+    name = "flash_kda"
+    lacks = (*LACKED, "grouped", "strided")
+
+    def activate(self) -> None:
+        pass
+
+    @property
+    def version(self) -> str:
+        return _version("flash_kda")
+
+    def why_not(self) -> str | None:
+        """Why it cannot run here; None if it can."""
+        return _import_error("flash_kda")
+
+    def bind(self, inputs: Inputs) -> Call:
+        fwd = importlib.import_module("flash_kda").fwd
+        x = inputs
+        H, D = x.q.shape[2:]
+        out = torch.full_like(x.v, torch.nan)
+        final = torch.full((x.N, H, D, D), torch.nan, device=x.q.device)
+        scale = D**-0.5 if x.scale is None else x.scale
+        A_log, dt_bias = x.A_log.view(-1), x.dt_bias.view(H, D)
+        cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens.long()
+
+        def call() -> tuple[Tensor, Tensor]:
+            fwd(
+                *x.args, scale, out, A_log, dt_bias, x.lower_bound,
+                initial_state=x.initial_state, final_state=final, cu_seqlens=cu_seqlens,
+            )  # fmt: skip
+            return out, final
+
+        return call
+
+
+class Cula:
+    """cuLA's fused prefill for the GPU at hand; beta is activated before, its states are [V, K]."""
+
+    name = "cula"
+    lacks = (*LACKED, "grouped")
+
+    def activate(self) -> None:
+        pass
+
+    @property
+    def version(self) -> str:
+        return _version("cula")
+
+    def why_not(self) -> str | None:
+        """Why it cannot run here; None if it can."""
+        if error := _import_error("cula.utils"):
+            return error
+        try:
+            importlib.import_module("cula.utils").get_kda_fused_fwd()
+        except (ImportError, NotImplementedError, RuntimeError) as error:
+            return f"cuLA has no prefill for this GPU: {error}"
+        return None
+
+    def bind(self, inputs: Inputs) -> Call:
+        prefill = importlib.import_module("cula.utils").get_kda_fused_fwd(inputs.q.device)
+        x = inputs
+        cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens.int()
+        dt_bias = x.dt_bias.flatten()
+
+        @torch.inference_mode()
+        def call() -> tuple[Tensor, Tensor]:
+            out, final = prefill(
+                q=x.q,
+                k=x.k,
+                v=x.v,
+                g=x.g,
+                beta=x.beta.float().sigmoid(),
+                scale=x.scale,
+                initial_state=x.initial_state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                safe_gate=True,
+                lower_bound=x.lower_bound,
+                cu_seqlens=cu_seqlens,
+                A_log=x.A_log,
+                dt_bias=dt_bias,
+            )
+            return out, final
+
+        return call
+
+
+def _import_error(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"{module} does not import: {error}"
+    return None
+
+
+def _version(package: str) -> str:
+    """Of an installed package, else what its module says of itself."""
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        said = getattr(importlib.import_module(package), "__version__", "of unknown version")
+        return f"{package} {said}"
+
+
 def take_first_configurations(package: str) -> int:
     """Leaves each tuned Triton kernel of a package one configuration; returns their number.
 
@@ -174,9 +285,9 @@ def take_first_configurations(package: str) -> int:
     return tuned
 
 
-Peer = FlashKDA | Fla
+Peer = FlashKDA | Fla | FlashKDAPackage | Cula
 #: What `--peer` takes.
-PEERS = ("flashkda", "fla")
+PEERS = ("flashkda", "fla", "flash_kda", "cula")
 
 
 def find_peers(
@@ -186,7 +297,8 @@ def find_peers(
 
     library: FlashKDA's; None: where the environment says.  tuned: see Fla.
     """
-    known: dict[str, Peer] = {"flashkda": FlashKDA(library), "fla": Fla(tuned)}
+    peers: tuple[Peer, ...] = (FlashKDA(library), Fla(tuned), FlashKDAPackage(), Cula())
+    known = dict(zip(PEERS, peers, strict=True))
     if asked is None:
         return [known["flashkda"]] if known["flashkda"].why_not() is None else []
     for name in asked:

@@ -59,6 +59,7 @@ _LAST: dict[str, _Column] = {"max_error": ("max error", lambda x: f"{x:.1e}")}
 # subject -> what columns call it, if not by its name
 _TITLES = {
     "flashkda": "FlashKDA",
+    "cula": "cuLA",
     "vllm_kimi_k3": "vLLM Kimi",
     "vllm_glm5next": "vLLM GLM",
     "vllm_layer": "vLLM layer",

@@ -58,8 +58,8 @@ def bench(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="flashkda, fla, vllm_kimi_k3, vllm_glm5next or vllm_layer; repeatable. Default: "
-            "those that are here, without fla."
+            help="flashkda, fla, flash_kda, cula, vllm_kimi_k3, vllm_glm5next or vllm_layer; "
+            "repeatable. Default: those of flashkda and vLLM's that are here."
         ),
     ] = None,
     no_peer: Annotated[bool, typer.Option("--no-peer", help="Measure ours alone.")] = False,

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from ..compare import Comparison, Output, Side
 
 _BACKEND = (
-    "auto, cuda, triton, torch; captured: what the live call wrote; peer:flashkda or peer:fla; "
-    "or module:function, a function with the arguments of kda_jit.prefill."
+    "auto, cuda, triton, torch; captured: what the live call wrote; peer:flashkda, peer:fla, "
+    "peer:flash_kda or peer:cula; or module:function, a function with the arguments of "
+    "kda_jit.prefill."
 )
 
 
@@ -109,7 +110,7 @@ def compare(
 
 
 _OTHERS = (
-    "Or captured: what the live call wrote. Or peer:flashkda, peer:fla, or module:function, a "
+    "Or captured: what the live call wrote. Or peer:flashkda and its like, or module:function, a "
     "function with the arguments of kda_jit.prefill."
 )
 

@@ -34,8 +34,8 @@ def verify(
     backend: Annotated[
         str,
         typer.Option(
-            help="auto, cuda, triton, torch, reference; peer:flashkda or peer:fla; or "
-            "module:function, a function with the arguments of kda_jit.prefill."
+            help="auto, cuda, triton, torch, reference; peer:flashkda, peer:fla, peer:flash_kda "
+            "or peer:cula; or module:function, a function with the arguments of kda_jit.prefill."
         ),
     ] = "auto",
     laws: Annotated[

@@ -78,11 +78,7 @@ class PeerRunner:
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        adapter = f"the adapter of {self.peer.name} has no such call"
-        names = ["unbounded", "bf16_state", "padding", "buffers", "pool", "checkpoint", "graph"]
-        if self.peer.name == "flashkda":
-            names += ["dense", "grouped", "strided"]
-        return dict.fromkeys(names, adapter)
+        return dict.fromkeys(self.peer.lacks, f"the adapter of {self.peer.name} has no such call")
 
     def prefill(self, inputs: Inputs, **buffers: Any) -> tuple[Tensor, Tensor]:
         if buffers:
@@ -108,8 +104,8 @@ def find_subject(
 ) -> Subject:
     """The subject that a person means by `name`.
 
-    name      a backend of ours ("auto": the first that can), "reference", "peer:flashkda",
-              "peer:fla", or "module:function", a function with the arguments of kda_jit.prefill
+    name      a backend of ours ("auto": the first that can), "reference", "peer:" and one of PEERS,
+              or "module:function", a function with the arguments of kda_jit.prefill
     flashkda  FlashKDA's library; None: where the environment says
     dtype, head_dim, bitwise
               of a function: what its inputs are, whether it promises equal bits
@@ -119,7 +115,7 @@ def find_subject(
     if name.startswith("peer:"):
         kind = name.removeprefix("peer:")
         if kind not in PEERS:
-            raise InputError(f"backend: expected peer:{' or peer:'.join(PEERS)}, got {name!r}.")
+            raise InputError(f"backend: expected peer:{', peer:'.join(PEERS)}, got {name!r}.")
         if device.type != "cuda":
             raise InputError(f"device: expected a CUDA GPU for {name!r}, got {device}.")
         return PeerRunner(find_peers([kind], flashkda, tuned=False)[0], device)
