@@ -133,7 +133,8 @@ def decodes_pay_apart(num_decodes: int, num_value_heads: int, sm_count: int) -> 
     """Whether decodes beside prefills should leave the chunked kernels for the recurrent one.
 
     There, each costs a chunk of preparation per value head; apart, they cost a launch or two more.
-    A model and not a measurement: cycles over all SMs. Off the GPU (sm_count 0) it always pays.
+    A model: cycles over all SMs (what was measured is in docs/notes/layer.md). Off the GPU
+    (sm_count 0) it always pays.
     """
     return num_decodes * num_value_heads * CHUNK_CYCLES > APART_CYCLES * sm_count
 
