@@ -92,7 +92,34 @@ class FlashKDA:
         return call
 
 
-class Fla:
+class _Package:
+    """An installed package: there if its module imports."""
+
+    name: str
+    module: str
+
+    def activate(self) -> None:
+        pass
+
+    @property
+    def version(self) -> str:
+        """As installed, else what the module says of itself."""
+        try:
+            return f"{self.name} {metadata.version(self.name)}"
+        except metadata.PackageNotFoundError:
+            module = importlib.import_module(self.name)
+            return f"{self.name} {getattr(module, '__version__', 'of unknown version')}"
+
+    def why_not(self) -> str | None:
+        """Why it cannot run here; None if it can."""
+        try:
+            importlib.import_module(self.module)
+        except ImportError as error:
+            return f"{self.module} does not import: {error}"
+        return None
+
+
+class Fla(_Package):
     """fla's chunk_kda, with gate, l2norm and the sigmoid of beta in its kernels.
 
     tuned  its kernels time all their configurations on first use, which takes minutes for many head
@@ -100,7 +127,7 @@ class Fla:
            one has run untuned, so do all in that process
     """
 
-    name = "fla"
+    name, module = "fla", "fla.ops.kda"
     lacks = LACKED
     _untuned = False  # in this process
 
@@ -108,28 +135,24 @@ class Fla:
         self.tuned = tuned
 
     def activate(self) -> None:
-        if not self.tuned:
-            importlib.import_module("fla.ops.kda")
-            take_first_configurations("fla")
+        if not self.tuned and not Fla._untuned:
+            importlib.import_module(self.module)
+            take_first_configurations(self.name)
             Fla._untuned = True
 
     @property
     def version(self) -> str:
+        first = not self.tuned or Fla._untuned
+        untuned = ", first configuration of each kernel" if first else ""
         for package in ("fla-core", "flash-linear-attention"):
             try:
-                first = not self.tuned or Fla._untuned
-                untuned = ", first configuration of each kernel" if first else ""
                 return f"{package} {metadata.version(package)}{untuned}"
             except metadata.PackageNotFoundError:
                 continue
-        return str(getattr(importlib.import_module("fla"), "__version__", ""))
-
-    def why_not(self) -> str | None:
-        """Why it cannot run here; None if it can."""
-        return _import_error("fla.ops.kda")
+        return super().version + untuned
 
     def bind(self, inputs: Inputs) -> Call:
-        chunk_kda = importlib.import_module("fla.ops.kda").chunk_kda
+        chunk_kda = importlib.import_module(self.module).chunk_kda
         x = inputs
         cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens.long()
         lengths = None if cu_seqlens is None else cu_seqlens.cpu()
@@ -158,25 +181,14 @@ class Fla:
         return call
 
 
-class FlashKDAPackage:
+class FlashKDAPackage(_Package):
     """FlashKDA as its authors give it, the package flash_kda: bf16, K = V = 128, HV = H."""
 
-    name = "flash_kda"
+    name = module = "flash_kda"
     lacks = (*LACKED, "grouped", "strided")
 
-    def activate(self) -> None:
-        pass
-
-    @property
-    def version(self) -> str:
-        return _version("flash_kda")
-
-    def why_not(self) -> str | None:
-        """Why it cannot run here; None if it can."""
-        return _import_error("flash_kda")
-
     def bind(self, inputs: Inputs) -> Call:
-        fwd = importlib.import_module("flash_kda").fwd
+        fwd = importlib.import_module(self.module).fwd
         x = inputs
         H, D = x.q.shape[2:]
         out = torch.full_like(x.v, torch.nan)
@@ -195,31 +207,23 @@ class FlashKDAPackage:
         return call
 
 
-class Cula:
+class Cula(_Package):
     """cuLA's fused prefill for the GPU at hand; beta is activated before, its states are [V, K]."""
 
-    name = "cula"
+    name, module = "cula", "cula.utils"
     lacks = (*LACKED, "grouped")
 
-    def activate(self) -> None:
-        pass
-
-    @property
-    def version(self) -> str:
-        return _version("cula")
-
     def why_not(self) -> str | None:
-        """Why it cannot run here; None if it can."""
-        if error := _import_error("cula.utils"):
+        if error := super().why_not():
             return error
         try:
-            importlib.import_module("cula.utils").get_kda_fused_fwd()
+            importlib.import_module(self.module).get_kda_fused_fwd()
         except (ImportError, NotImplementedError, RuntimeError) as error:
             return f"cuLA has no prefill for this GPU: {error}"
         return None
 
     def bind(self, inputs: Inputs) -> Call:
-        prefill = importlib.import_module("cula.utils").get_kda_fused_fwd(inputs.q.device)
+        prefill = importlib.import_module(self.module).get_kda_fused_fwd(inputs.q.device)
         x = inputs
         cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens.int()
         dt_bias = x.dt_bias.flatten()
@@ -248,23 +252,6 @@ class Cula:
         return call
 
 
-def _import_error(module: str) -> str | None:
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        return f"{module} does not import: {error}"
-    return None
-
-
-def _version(package: str) -> str:
-    """Of an installed package, else what its module says of itself."""
-    try:
-        return f"{package} {metadata.version(package)}"
-    except metadata.PackageNotFoundError:
-        said = getattr(importlib.import_module(package), "__version__", "of unknown version")
-        return f"{package} {said}"
-
-
 def take_first_configurations(package: str) -> int:
     """Leaves each tuned Triton kernel of a package one configuration; returns their number.
 
@@ -287,7 +274,7 @@ def take_first_configurations(package: str) -> int:
 
 Peer = FlashKDA | Fla | FlashKDAPackage | Cula
 #: What `--peer` takes.
-PEERS = ("flashkda", "fla", "flash_kda", "cula")
+PEERS = tuple(peer.name for peer in (FlashKDA, Fla, FlashKDAPackage, Cula))
 
 
 def find_peers(
@@ -298,7 +285,7 @@ def find_peers(
     library: FlashKDA's; None: where the environment says.  tuned: see Fla.
     """
     peers: tuple[Peer, ...] = (FlashKDA(library), Fla(tuned), FlashKDAPackage(), Cula())
-    known = dict(zip(PEERS, peers, strict=True))
+    known = {peer.name: peer for peer in peers}
     if asked is None:
         return [known["flashkda"]] if known["flashkda"].why_not() is None else []
     for name in asked:

@@ -37,6 +37,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # enough to subtract: unclamped, one token of -6e4 would blur every later difference by 4e-3.
 LOWEST_LOG2_DECAY = tl.constexpr(-128.0)
 LARGEST = tl.constexpr(3.0e38)
+DOWN = tl.constexpr(8.470329472543003e-22)  # 2^-70: squares of any float so scaled are finite
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def _log2_decay(g_raw, rate, bias, lower_bound, BOUNDED: tl.constexpr):
 def _unit_rows(x):
     """x / |x| over axis 1, eps under the root. Rows whose squares overflow are scaled down."""
     huge = tl.max(tl.abs(x), axis=1) > 1.1e15
-    x = x * tl.where(huge, 8.470329472543003e-22, 1.0)[:, None]
+    x = x * tl.where(huge, DOWN, 1.0)[:, None]
     square = tl.sum(x * x, axis=1) + tl.where(huge, 0.0, 1e-6)
     return x * tl.rsqrt(square)[:, None]
 

@@ -24,9 +24,7 @@ limits  16 <= K <= 256, any V; HV * V / 8 and N below 2^31
 import triton
 import triton.language as tl
 
-from .prefill import LARGEST, LOG2E, _bounds, _log2_decay, _sigmoid
-
-DOWN = tl.constexpr(8.470329472543003e-22)  # 2^-70
+from .prefill import DOWN, LARGEST, LOG2E, _bounds, _log2_decay, _sigmoid
 
 
 @triton.jit
