@@ -406,7 +406,8 @@ def test_sources_of_ones_own_may_be_launched_otherwise(machine, tmp_path):
 def test_one_fused_kernel_is_all_there_is(machine, monkeypatch):
     monkeypatch.setenv(settings.SCHEDULE.name, "fused")
     monkeypatch.setattr(cuda, "_write_maps", lambda args, p, kernel: None)
-    for sm_count, ctas in ((132, 8), (6, 6)):  # four value heads; clusters of two
+    # Four value heads; clusters of two. Three share 4 x 65 slots of chunks, and 3 for each head.
+    for sm_count, ctas, share, change in ((132, 8, 0, 3), (6, 6, 91, 3)):
         monkeypatch.setattr(cuda, "_sm_count", lambda index, n=sm_count: n)
         monkeypatch.setattr(layout, "_layouts", {})
         before = len(machine.launches)
@@ -414,7 +415,8 @@ def test_one_fused_kernel_is_all_there_is(machine, monkeypatch):
         [(kernel, grid, _, args)] = machine.launches[before:]
         assert (kernel.name, grid) == ("kda_fused", (ctas, 1, 1))
         assert not kernel.overlaps, "it does not wait for the kernel ahead of it"
-        assert cuda._FUSED_ARGS.unpack_from(args, cuda.ARGS_BYTES)[0] in (0, 87)
+        fused = cuda._FUSED_ARGS.unpack_from(args, cuda.ARGS_BYTES)
+        assert (fused[0], fused[2]) == (share, change)
         assert last_launch().kernels == ("kda_fused",)
 
 

@@ -38,11 +38,13 @@ _ARGS = struct.Struct("@16P16q4i2f2I")
 _PIPELINE_ARGS = struct.Struct("@P6i")
 ARGS_BYTES = _ARGS.size
 PIPELINE_ARGS_BYTES = _ARGS.size + _PIPELINE_ARGS.size
-#: FusedArgs of sm90/kda_fused.cu: share and call, then tensor maps of q, k, g, v and out.
-_FUSED_ARGS = struct.Struct("@qQ16x")
+#: FusedArgs of sm90/kda_fused.cu: share, call and change, then tensor maps of q, k, g, v and out.
+_FUSED_ARGS = struct.Struct("@qQq8x")
 _MAPS_AT = _ARGS.size + _FUSED_ARGS.size
 _MAPS_BYTES = 5 * tensor_map.NBYTES
 FUSED_ARGS_BYTES = _MAPS_AT + _MAPS_BYTES
+#: As many chunks as it costs a cluster to load and store the state of a value head of a sequence.
+_CHANGE_SLOTS = 3
 #: Channels and tokens of a tile.
 _BOX = (64, 32, 1)
 #: Sets of maps remembered for a layout: the layers of a model share one.
@@ -194,7 +196,7 @@ class CudaBackend:
             )
         if plan.clustered:
             args = self._frame.fused_buffer
-            _FUSED_ARGS.pack_into(args, ARGS_BYTES, plan.share, next(_calls))
+            _FUSED_ARGS.pack_into(args, ARGS_BYTES, plan.share, next(_calls), _CHANGE_SLOTS)
             _write_maps(args, p, plan.launches[0][0])
         elif plan.pipeline is None:
             args = self._frame.buffer
@@ -226,7 +228,7 @@ class _Plan:
 
     generation   of the kernels: the plan is good as long as it is the current one
     image_bytes  of the workspace
-    share        chunk slots of a cluster; 0: clusters take whole value heads in turn
+    share        slots of a cluster; 0: clusters take whole value heads in turn
     launches     (kernel, grid, block and smem, whether it may start before the one ahead of it has
                  ended, whether all its CTAs start together)
     """
@@ -371,7 +373,7 @@ def _pack(args: Array[c_char], p: KdaProblem, workspace: int) -> None:
 
 
 def _share(p: KdaProblem, clusters: int) -> tuple[int, int]:
-    """Chunk slots of a cluster, and bytes for the states that go from one to the next; or 0, 0.
+    """Slots of a cluster, and bytes for the states that go from one to the next; or 0, 0.
 
     Divided where there are more value heads than clusters, and where a workspace as planned for any
     schedule has room for the states.
@@ -380,7 +382,7 @@ def _share(p: KdaProblem, clusters: int) -> tuple[int, int]:
     nbytes = clusters * _HANDED_BYTES
     if clusters >= p.N * p.HV or nbytes > slots * STAGE_BYTES:
         return 0, 0
-    return -(-slots // clusters), nbytes
+    return -(-(slots + p.HV * p.N * _CHANGE_SLOTS) // clusters), nbytes
 
 
 def _has_maps(p: KdaProblem) -> bool:

@@ -247,6 +247,18 @@ KDA_DEVICE void fetch_gates(u8* image, const ChunkInputs& in, Quarter part) {
     fetch_rows(image + kRawG, in.g, in.g_step, in.valid, part);
 }
 
+// Zeros over what came from past the last token: a quarter of k, q and g, where whole tiles were copied.
+KDA_DEVICE void clear_rows(u8* image, Quarter part, i32 valid) {
+    const int lane = opaque(threadIdx.x) & 31, piece = lane & 7;
+#pragma unroll 1  // once a sequence: small rather than fast
+    for (int row = kBlock * part.block + (lane >> 3); row < kBlock * (part.block + 1); row += 4) {
+        if (row < valid) continue;
+        u8* at = image + tile_offset(row, 8 * part.half + piece);
+        store_quad(at + kRawK, Quad32{}), store_quad(at + kRawQ, Quad32{}), store_quad(at + kRawG, Quad32{});
+    }
+    __syncwarp();
+}
+
 // What is single for a channel, a token or a chunk, as it comes; by one warp, for 64 channels.
 struct ChunkScalars {
     u16 beta;  // of token `lane`

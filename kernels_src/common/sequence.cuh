@@ -70,14 +70,14 @@ KDA_DEVICE i64 slot_base(const KdaArgs& args, int n) {
     return sequence_start(args, n) / kChunk + static_cast<i64>(n) * (args.checkpoint_state ? 2 : 1);
 }
 
-// The last n with slot_base(n) <= slot, by the whole warp: 32 probes a round, three rounds for 20,000 sequences.
-KDA_DEVICE int sequence_of_slot(const KdaArgs& args, i64 slot) {
+// The last n with slot_base(n) + n * more <= slot, by the whole warp: 32 probes a round, three rounds for 20,000 sequences.
+KDA_DEVICE int sequence_of_slot(const KdaArgs& args, i64 slot, i64 more = 0) {
     int low = 0, high = args.N;  // the answer is in [low, high)
     const int lane = threadIdx.x & 31;
     while (high - low > 1) {
         const int step = (high - low + 31) / 32;
         const int n = low + lane * step;
-        const bool reached = n < high && slot_base(args, n) <= slot;
+        const bool reached = n < high && slot_base(args, n) + n * more <= slot;
         const int count = __popc(__ballot_sync(0xffffffffu, reached));  // 0 where the first sequence does not start at 0
         low += max(count - 1, 0) * step;
         high = min(high, low + step);

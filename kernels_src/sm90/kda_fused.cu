@@ -10,8 +10,9 @@
 //         they made to the peer; one finds the pieces of work; one loads raw inputs; one moves V and O
 // order   chunks of a cluster are numbered through all its pieces of units (sequence, value head); CTA `rank` prepares those with
 //         number % 2 == rank
-// shares  more units than clusters: all chunk slots of all units in a row, a share of them to each cluster, which works on its units from the
-//         last to the first. A unit that two of them share is begun by the first one, at once, and ended by the second one, at last
+// shares  more units than clusters: all chunk slots of all units in a row, with some more for what a unit costs besides, a share of them to each
+//         cluster, which works on its units from the last to the first. A unit that two of them share is begun by the first one, at once, and
+//         ended by the second one, at last
 //
 //   own slots, 5      landed: loader, copies -> quad    ready: quad -> chain, sender    freed: chains of both CTAs -> loader, quad, sender
 //   peer's images, 2  ready: the peer's copy -> chain   (freed: that of the slot they were copied from)
@@ -29,9 +30,10 @@
 // Of [batch row, token, channel of all heads]; boxes of 64 channels x 32 tokens, rows of 128 bytes with the 128-byte swizzle, which is that of tile_offset.
 struct FusedArgs {
     KdaArgs kda;  // kda.workspace: where there are shares, HandedState [clusters]
-    i64 share;    // chunk slots of a cluster; 0: a cluster takes whole units in turn
+    i64 share;    // slots of a cluster; 0: a cluster takes whole units in turn
     u64 call;     // no other call's number, nor anything else's; a flag that has it says that the state is there
-    u32 reserved[4];
+    i64 change;   // slots of a unit besides those of its chunks
+    u64 reserved;
     TensorMap q, k, g, v, out;
 };
 static_assert(sizeof(FusedArgs) == 960, "keep kda_jit/backends/cuda.py in step");
@@ -182,11 +184,12 @@ KDA_DEVICE void find_pieces(const FusedArgs& args, FusedSmem& smem, bool shares)
             pieces.announce(Piece{n, hv, 0, load_sequence(kda, n).num_chunks});
         }
     } else {
-        const i64 all = slot_base(kda, kda.N) * kda.HV, stop = min(cluster * args.share, all);
+        const auto base_of = [&](int n) { return slot_base(kda, n) + n * args.change; };
+        const i64 all = base_of(kda.N) * kda.HV, stop = min(cluster * args.share, all);
 #pragma unroll 1
         for (i64 at = min(stop + args.share, all); __any_sync(0xffffffffu, at > stop);) {  // the end of the slots that are left
-            const int n = sequence_of_slot(kda, (at - 1) / kda.HV), num_chunks = load_sequence(kda, n).num_chunks;
-            const i64 base = slot_base(kda, n) * kda.HV, slots = slot_base(kda, n + 1) - slot_base(kda, n);
+            const int n = sequence_of_slot(kda, (at - 1) / kda.HV, args.change), num_chunks = load_sequence(kda, n).num_chunks;
+            const i64 base = base_of(n) * kda.HV, slots = base_of(n + 1) - base_of(n);
             const int hv = static_cast<int>((at - 1 - base) / slots);
             const i64 unit = base + hv * slots;
             const int first = static_cast<int>(max(unit, stop) - unit), last = static_cast<int>(at - unit);
@@ -334,8 +337,7 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
             scalars[0].beta = read_beta(in);
             u8* image = begin();
             const u32 to = slot.of(smem.own), landed = to + kLanded;
-            const bool whole = chunk.valid == kChunk;
-            if (whole && leader) {
+            if (leader) {  // whole tiles: a quad clears what came from past the sequence's end
                 mbarrier_expect_bytes(landed, 6 * kHalfTile);
                 const int token = static_cast<int>(seq.first) + chunk.start, row = static_cast<int>(seq.batch);
 #pragma unroll
@@ -346,14 +348,6 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
                 }
             }
             __syncwarp();
-            if (!whole) {  // the end of a sequence, and zeros
-#pragma unroll 1
-                for (int part = 0; part < 4; ++part) {
-                    fetch_keys(image, in, Quarter{part & 1, part >> 1});
-                    fetch_gates(image, in, Quarter{part & 1, part >> 1});
-                }
-                cp_async_wait_all();
-            }
             write_scalars(image, scalars[0], chunk.valid, 0);
             write_scalars(image, scalars[1], chunk.valid, 1);
             __syncwarp();
@@ -410,7 +404,9 @@ KDA_DEVICE void prepare_chunks(const KdaArgs& args, FusedSmem& smem, int quad, Q
         // Not landed's phase alone: bytes come in no order, and a parity does not tell this chunk's phase from the one before the slot's last.
         mbarrier_wait(at + kFreed, parity ^ 1);
         mbarrier_wait(at + kLanded, parity);
-        if (*reinterpret_cast<const i32*>(image + kValid) == 0) return;
+        const i32 valid = *reinterpret_cast<const i32*>(image + kValid);
+        if (valid == 0) return;
+        if (valid < kChunk) clear_rows(image, part, valid);
         const PrepareBarriers barriers{1 + 2 * quad};
         measure_rows(image, part);
         barriers.all();

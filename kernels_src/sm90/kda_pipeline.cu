@@ -195,21 +195,21 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
     barriers.all();
     QuadSmem& own = smem.quad[quad];
     int turn = 0, side = 0;  // of the jobs, of the images
-    // Warp (1, 0) stores images, and says that one is there a job later, when it surely is.
-    bool owes = false;  // saying so
-    const auto publish = [&] {
-        const Job& before = smem.jobs[quad][turn == 0 ? 2 : turn - 1];
-        if (leader) store_release(before.ready, before.number + 1);
+    // Warp (1, 0) stores images, and says that one is there a job later, when it surely is; of the first one, which consumers wait for, at once.
+    bool owes = false, first = true;  // saying so; image
+    const auto publish = [&](const Job& job) {
+        if (leader) store_release(job.ready, job.number + 1);
         __syncwarp();
         owes = false;
     };
+    const auto before = [&]() -> const Job& { return smem.jobs[quad][turn == 0 ? 2 : turn - 1]; };
     const auto spare = [&] {
         const Job& job = smem.jobs[quad][turn];
         const u32* taken = job.consumed + (threadIdx.x & 1);
         while (__any_sync(0xffffffffu, static_cast<i32>(load_relaxed(taken)) < job.needed)) {
             if (!owes) continue;
             bulk_store_wait<0>();  // whoever this waits for may wait for that image
-            publish();
+            publish(before());
         }
         find_job(args, smem, quad, smem.jobs[quad][turn == 2 ? 0 : turn + 1]);
         bulk_store_wait_read<0>();  // the other image may be loaded to
@@ -234,14 +234,19 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
             }
             if (owes) {
                 bulk_store_wait<1>();  // all but this image
-                publish();
+                publish(before());
             }
             owes = true;
+            if (first) {
+                bulk_store_wait<0>();
+                publish(job);
+                first = false;
+            }
         }
     }
     if (owes) {
         bulk_store_wait<0>();
-        publish();
+        publish(before());
     }
 }
 

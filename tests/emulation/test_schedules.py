@@ -98,6 +98,25 @@ def test_units_in_any_number_of_shares(sm_count: int) -> None:
             assert same(bits(*emulated.prefill(x)), want)
 
 
+@pytest.mark.parametrize("name", WAYS)
+def test_a_sequence_of_nan_does_not_reach_its_neighbours(name: str) -> None:
+    """Though tiles are copied whole, and end in the next sequence's tokens."""
+    lengths = (33, 40, 17, 63, 96, 5)
+    x = Case(seed=10, lengths=lengths, heads=1).tensors()
+    with Way(name)() as emulated:
+        want, states = emulated.prefill(x)
+        spoilt = {key: getattr(x, key).clone() for key in ("q", "k", "v", "g", "beta")}
+        for bad in (1, 3, 5):
+            begin = sum(lengths[:bad])
+            for tensor in spoilt.values():
+                tensor[:, begin : begin + lengths[bad]] = torch.nan
+        out, after = emulated.prefill(x.replace(**spoilt))
+        for good in (0, 2, 4):
+            begin = sum(lengths[:good])
+            rows = slice(begin, begin + lengths[good])
+            assert same(bits(out[:, rows], after[good]), bits(want[:, rows], states[good]))
+
+
 def test_rows_with_no_stride_go_without_tensor_maps() -> None:
     """Such a batch is for another schedule."""
     x = Case(seed=7, lengths=(40, 40), heads=1, packed=False).tensors()
