@@ -148,10 +148,10 @@ def kda_recurrent(
     v += begin * v_token_stride + head * V + v_cols
     g += begin * g_token_stride + head * K + cols
     beta += begin * beta_token_stride + head
-    q_raw = tl.load(q, k_mask & some, 0.0)
-    k_raw = tl.load(k, k_mask & some, 0.0)
-    g_raw = tl.load(g, k_mask & some, 0.0)
-    v_raw = tl.load(v, v_mask & some, 0.0)
+    q_raw = tl.load(q, k_mask & some, 0.0, eviction_policy="evict_last")
+    k_raw = tl.load(k, k_mask & some, 0.0, eviction_policy="evict_last")
+    g_raw = tl.load(g, k_mask & some, 0.0, eviction_policy="evict_last")
+    v_raw = tl.load(v, v_mask & some, 0.0, eviction_policy="evict_first")
     beta_raw = tl.load(beta, some, 0.0)
 
     live = some & _is_slot(slot, num_slots, null_index) & ((write_each == 0) | (length <= columns))
@@ -187,10 +187,10 @@ def kda_recurrent(
         g += g_token_stride
         beta += beta_token_stride
         state_indices += column_stride
-        q_raw = tl.load(q, k_mask & more, 0.0)
-        k_raw = tl.load(k, k_mask & more, 0.0)
-        g_raw = tl.load(g, k_mask & more, 0.0)
-        v_raw = tl.load(v, v_mask & more, 0.0)
+        q_raw = tl.load(q, k_mask & more, 0.0, eviction_policy="evict_last")
+        k_raw = tl.load(k, k_mask & more, 0.0, eviction_policy="evict_last")
+        g_raw = tl.load(g, k_mask & more, 0.0, eviction_policy="evict_last")
+        v_raw = tl.load(v, v_mask & more, 0.0, eviction_policy="evict_first")
         beta_raw = tl.load(beta, more, 0.0)
         target_after = tl.load(state_indices, more, 0).to(tl.int64)
 
@@ -200,7 +200,8 @@ def kda_recurrent(
         S_q = tl.sum(S * q_unit[None, :], axis=1)
         u = beta_act * (v_t - tl.sum(S * k_unit[None, :], axis=1))
         S += u[:, None] * k_unit[None, :]
-        tl.store(out, ((S_q + u * k_q) * scale).to(out.dtype.element_ty), v_mask)
+        o = ((S_q + u * k_q) * scale).to(out.dtype.element_ty)
+        tl.store(out, o, v_mask, eviction_policy="evict_first")
         out += out_token_stride
 
         if (write != 0) & ((write_each != 0) | (t == length - 1)):
