@@ -105,7 +105,7 @@ MUTATIONS = (
     Mutation(
         "a lane still asks a barrier that its own warp lets go on", "fused", "sm90/kda_fused.cu",
         "            __syncwarp();  // likewise\n", "",
-        (500,), lanes_apart=True,
+        (1200,), lanes_apart=True,
     ),
     Mutation(
         "a cluster takes a state that is not there", "fused", "sm90/kda_fused.cu",
