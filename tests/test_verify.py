@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -22,7 +23,7 @@ from kda_jit.errors import InputError, NoBackendError
 from kda_jit.reference import recurrent_kda
 from kda_jit.testing import REGIMES, Case, verify
 from kda_jit.testing.faults import FAULTS
-from kda_jit.testing.laws import EVERY, LAWS
+from kda_jit.testing.laws import EVERY, LAWS, _rms_log_decay
 from kda_jit.testing.runner import FEATURES, Function, Runner
 
 CPU = torch.device("cpu")
@@ -56,6 +57,14 @@ def test_every_law_holds_on_every_regime(name: str) -> None:
     tried = {cell.law for cell in report.cells if cell.status == verify.HOLDS}
     assert LAWS.keys() - tried == {"graph"}
     assert report.ran == (("torch: torch_chunk16",) if name == "torch" else ())
+
+
+def test_a_state_with_a_zero_in_it_decays_as_others_do() -> None:
+    """Where beta is all but zero, something is written there that was no part of the state."""
+    initial = torch.ones(1, 1, 2, 2)
+    final = 0.5 * initial.double()
+    initial[..., 0, 0], final[..., 0, 0] = 0.0, 1e-90
+    assert _rms_log_decay(initial, final) == pytest.approx(math.log(2.0))
 
 
 def test_a_broken_law_is_reported_by_the_smallest_case_found() -> None:

@@ -60,7 +60,8 @@ def _rms_log_decay(initial: Tensor, final: Tensor) -> float:
     """How often e-fold what is left has decayed, in the sequence and head where it is most."""
     initial, final = initial.double(), final.double()
     left = final.square()
-    folds = torch.where(left > 0, (final / initial).log(), 0.0)
+    # A state of rounded numbers may be zero somewhere, and even the least beta writes to it.
+    folds = torch.where((left > 0) & (initial != 0), (final / initial).log(), 0.0)
     share = (left * folds.square()).sum((-2, -1)) / left.sum((-2, -1)).clamp_min(1e-300)
     return share.max().sqrt().item()
 

@@ -25,9 +25,11 @@ NOT_QUITE = {
     # Values of later tokens choose the units of a chunk, by which an output of 1e-6 may be rounded
     # otherwise; and a zero query is deaf.
     "causal": ("zero_rows",),
+    # After zero rows at a sequence's end the state may hold nothing but what its chunk has
+    # forgotten by 2^21: f16's subnormals, off by 1e-9, which is 1e-2 of it.
+    "recurrence": ("zero_rows",),
 }
-#: After zero rows at a sequence's end the state may hold nothing but what its chunk has forgotten
-#: by 2^21: f16's subnormals, off by 1e-9, which is 1e-2 of it.
+#: Of cases that are held against the recurrence.
 DRAWN = tuple(regime for regime in BOUNDED if regime != "zero_rows")
 
 
