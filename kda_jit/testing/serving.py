@@ -273,8 +273,9 @@ class Engine:
         )
 
     def _plain_losses(self, order: list[Work], new: list[PackInputs], want: Tensor) -> Tensor:
-        """What each block of a step loses where nothing but operands and outputs is rounded."""
+        """What each block of a step loses where operands, outputs and the pool are rounded."""
         states = torch.stack([w.request.state for w in order])
+        states = states.to(self.core.state_dtype).to(states.dtype)
         inputs = Inputs(
             *_join(new),
             A_log=self.A_log,
@@ -298,9 +299,10 @@ class Engine:
         try:
             assert_close("out", out, want, self._limit, cu_seqlens=ends, chunk=BLOCK)
         except Mismatch as beyond:
-            if self.core.dtype is torch.float32:
+            if self.core.dtype is self.core.state_dtype is torch.float32:
                 raise
-            # The only token of a sequence may all but cancel; rounding its operands does as much.
+            # The only token of a sequence may all but cancel; rounding its operands, or the state
+            # in the pool, does as much.
             errors, losses = _block_errors(out, want, new), self._plain_losses(order, new, want)
             limits = [Limit(loss, slack=self._limit) for loss in losses.tolist()]
             for error, limit in zip(errors.tolist(), limits, strict=True):
