@@ -275,4 +275,3 @@ def test_a_thread_holds_what_fits_its_registers(K: int) -> None:
     assert config.BK >= K
     assert config.BK & (config.BK - 1) == 0
     assert config.BK * config.BV <= 32 * 64
-    assert config_for(K, many=True)[:2] == config[:2], "the bits would depend on the batch"

@@ -1,11 +1,9 @@
-"""Decode and verification in Triton: one kernel, no scratch."""
+"""Decode and verification in Triton: one kernel, one configuration per head size, no scratch."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
-
-import torch
 
 from .base import LaunchRecord, record_launch
 from .triton import _ColdCaptureGuard, strides
@@ -18,30 +16,21 @@ if TYPE_CHECKING:
 GRID_N = 1 << 15
 
 
-#: Value heads of sequences from which on more warps an SM make up for what each of them loses.
-MANY_HEADS = 4096
-
-
 class Config(NamedTuple):
     """What is compiled in for a head of K channels. One warp, so that no sum crosses warps.
 
-    BK       K padded to a power of two
-    BV       channels of V per program: 32 elements of the state a thread, 64 for the widest heads
-    options  of the compiler. They leave the bits as they are.
+    BK  K padded to a power of two
+    BV  channels of V per program: 32 elements of the state a thread, 64 for the widest heads
     """
 
     BK: int
     BV: int
-    options: dict[str, int]
 
 
-@lru_cache(maxsize=256)
-def config_for(K: int, many: bool = False, state: torch.dtype = torch.float32) -> Config:
-    """many: MANY_HEADS or more, for which 80 registers do where nothing is spilled for them."""
+@lru_cache(maxsize=64)
+def config_for(K: int) -> Config:
     BK = max(16, 1 << (K - 1).bit_length())
-    BV = min(32, max(8, 1024 // BK))
-    dense = many and BK * BV == 1024 and state is torch.float32
-    return Config(BK, BV, {"num_warps": 1} | ({"maxnreg": 80} if dense else {}))
+    return Config(BK, min(32, max(8, 1024 // BK)))
 
 
 def run(problem: RecurrentProblem) -> None:
@@ -52,7 +41,7 @@ def run(problem: RecurrentProblem) -> None:
     from ..triton_kernels.recurrent import kda_recurrent
 
     p = problem
-    config = config_for(p.K, p.N * p.HV >= MANY_HEADS, p.state_pool.dtype)
+    config = config_for(p.K)
     accepted = p.num_accepted_tokens
     with _ColdCaptureGuard(p.device, "recurrent"):
         kda_recurrent[p.HV * -(-p.V // config.BV), min(p.N, GRID_N), -(-p.N // GRID_N)](
@@ -66,6 +55,6 @@ def run(problem: RecurrentProblem) -> None:
             *strides(p.q), *strides(p.k), *strides(p.v), *strides(p.g), *strides(p.beta),
             *strides(p.out), p.state_pool.stride(0),
             K=p.K, V=p.V, BK=config.BK, BV=config.BV, GRID_N=GRID_N,
-            BOUNDED=p.lower_bound is not None, **config.options,
+            BOUNDED=p.lower_bound is not None, num_warps=1,
         )  # fmt: skip
     record_launch(LaunchRecord("triton", ("kda_recurrent",)))

@@ -42,9 +42,8 @@ def build_recurrent(
     index: str = "i32",
     absent: tuple[str, ...] = (),
     group: int = 1,
-    many: bool = False,
 ) -> Any:
-    config = config_for(K, many, {"fp32": torch.float32, "bf16": torch.bfloat16}[state])
+    config = config_for(K)
     types = dict.fromkeys(("q", "k", "v", "g", "beta", "out"), f"*{NAMES[dtype]}")
     types |= dict.fromkeys(("A_log", "dt_bias"), "*fp32")
     types |= dict.fromkeys(("state_indices", "num_accepted_tokens", "cu_seqlens"), f"*{index}")
@@ -56,7 +55,7 @@ def build_recurrent(
     constants |= dict.fromkeys(absent)
     if group == 1:
         constants["group"] = 1  # which a launch compiles in
-    return build(kda_recurrent, types, constants, sm, **config.options)
+    return build(kda_recurrent, types, constants, sm, num_warps=1)
 
 
 @pytest.mark.parametrize("sm", [80, 90, 100, 120])
@@ -68,19 +67,7 @@ def test_every_architecture(sm: int, state: str) -> None:
     assert kernel.metadata.shared <= 2048
     registers, spills = resources(kernel, sm)
     assert spills == 0
-    assert registers <= 128  # 16 warps an SM
-
-
-@pytest.mark.parametrize("sm", [80, 90, 100, 120])
-@pytest.mark.parametrize("state", ["fp32", "bf16"])
-def test_many_heads(sm: int, state: str) -> None:
-    """24 warps an SM, if that spills nothing: a state in bf16 wants more registers."""
-    registers, spills = resources(
-        build_recurrent(128, 128, torch.bfloat16, sm, state=state, many=True), sm
-    )
-    assert spills == 0
-    if state == "fp32":
-        assert registers <= 80
+    assert registers <= 128  # 16 warps an SM; with 24 of them an H200 is no faster
 
 
 @pytest.mark.parametrize("K, V, dtype", HEADS)

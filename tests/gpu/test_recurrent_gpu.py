@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import kda_jit
-from kda_jit.backends import recurrent_triton
 from kda_jit.contract.recurrent import make_recurrent_problem
 from kda_jit.errors import CaptureError
 from kda_jit.reference import recurrent_kda
@@ -65,31 +64,6 @@ def bits(x: Tensor) -> Tensor:
 def written(pool: Tensor, before: Tensor) -> list[int]:
     changed = (bits(pool.flatten(1)) != bits(before.flatten(1))).any(1)
     return changed.nonzero().flatten().tolist()
-
-
-def test_a_batch_of_many_heads_has_the_bits_of_a_few() -> None:
-    """Compiled with fewer registers."""
-    x = Case(8, (1, 3) * 140, 16).tensors("cuda")
-    few, tokens = 7, sum((1, 3) * 3) + 1
-    slots = torch.arange(280, device="cuda", dtype=torch.int32)
-    call = {
-        "q": x.q, "k": x.k, "v": x.v, "g": x.g, "beta": x.beta, "A_log": x.A_log,
-        "dt_bias": x.dt_bias, "state_pool": x.initial_state.clone(), "state_indices": slots,
-        "cu_seqlens": x.cu_seqlens, "lower_bound": x.lower_bound,
-    }  # fmt: skip
-    assert few * 16 < recurrent_triton.MANY_HEADS <= 280 * 16
-    out = run(call)
-    rows = {key: call[key][:, :tokens] for key in ("q", "k", "v", "g", "beta")}
-    pool = x.initial_state.clone()
-    part = run(
-        call | rows,
-        state_pool=pool,
-        state_indices=slots[:few],
-        cu_seqlens=x.cu_seqlens[: few + 1],
-    )
-    assert torch.equal(bits(part), bits(out[:, :tokens]))
-    assert torch.equal(bits(pool[:few]), bits(call["state_pool"][:few]))
-    assert not torch.equal(pool[:few], x.initial_state[:few])
 
 
 @pytest.mark.parametrize("regime", ["random", "unbounded_real"])
