@@ -107,13 +107,13 @@ class Schedule:
 PORTABLE = Schedule(
     "portable",
     "sm80/kda_prefill.cu",
-    (Launch("kda_prepare", 128, 33408), Launch("kda_recurrence", 128, 98176)),
+    (Launch("kda_prepare", 128, 32640), Launch("kda_recurrence", 128, 98176)),
     (8, 9, 10, 12),
 )
 HOPPER = Schedule(
     "hopper",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 128, 33408), Launch("kda_recurrence", 384, 216064)),
+    (Launch("kda_prepare", 128, 32640), Launch("kda_recurrence", 384, 216064)),
     (9,),
     ctas_a_head=1,
 )
@@ -121,7 +121,7 @@ HOPPER = Schedule(
 HOPPER_SINGLE = Schedule(
     "hopper_single",
     "sm90/kda_prefill.cu",
-    (Launch("kda_prepare", 128, 33408), Launch("kda_recurrence_single", 192, 216064)),
+    (Launch("kda_prepare", 128, 32640), Launch("kda_recurrence_single", 192, 216064)),
     (9,),
 )
 PIPELINE = Schedule(
@@ -134,7 +134,7 @@ PIPELINE = Schedule(
 FUSED = Schedule(
     "fused",
     "sm90/kda_fused.cu",
-    (Launch("kda_fused", 640, 229376),),
+    (Launch("kda_fused", 640, 227328),),
     (9,),
     clustered=True,
 )

@@ -55,6 +55,20 @@ KDA_DEVICE bool mbarrier_test(u32 barrier, u32 parity) {
     return over != 0;
 }
 
+// True in one thread of a warp, always the same, once all of its threads are here. ptxas makes a loop over threads of every bulk copy in a branch that it
+// cannot see to be one thread's, as it sees here.
+KDA_DEVICE bool elect_one() {
+    u32 elected;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "elect.sync _|p, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(elected));
+    return elected != 0;
+}
+
 // `bytes` contiguous bytes of global memory, both ends aligned to 16; they count towards the mbarrier's phase.
 KDA_DEVICE void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),

@@ -58,13 +58,28 @@ KDA_DEVICE float& squares_of(u8* image, int half, int tensor, int token) {
     return reinterpret_cast<float*>(image + kSquares)[kChunk * (2 * half + tensor) + token];
 }
 
+// A block's scores with itself, without what lies above the diagonal: tiles of 8 x 8 tokens, (0, 0), (1, 0) and (1, 1), as they come out of
+// one product for A and M. A lane's first two elements of each are A's, the others M's, of row gid and columns 2 tid, 2 tid + 1.
+constexpr int kTiles8 = 3;
+using BlockScores = float[kTiles8][4];
+// Of A or M, over half of the channels, lane by lane.
+struct ScoreSums {
+    Float4 first[32];
+    Float2 last[32];
+};
+
 // What the warps work with besides.
 struct PrepareScratch {
-    // Sums over half of the channels, lane by lane: A_00 of (1, 0), A_11 of (0, 1) and of (1, 1), for (0, 0). Over them, once they are
-    // read: the columns of A, then T.
-    Float4 a[3][2][32];
-    // M_00 of (0, 0) for (1, 0); M_11 of (0, 1) for (1, 1), who then leaves its A_10 there for (0, 1).
-    Float4 m[2][2][32];
+    union {
+        ScoreSums a[3];                       // A_00 of (1, 0), A_11 of (0, 1) and of (1, 1), for (0, 0). Over them, once they are read:
+        float columns[2 * kBlock][20];        // of A's two blocks, for the substitution: 16 floats, 80 bytes apart, which costs no bank conflict
+        u16 t[kChunk][40];                    // then T, f16: rows 80 bytes apart, which is conflict-free for ldmatrix
+    };
+    ScoreSums m_00;  // of (0, 0) for (1, 0)
+    union {
+        ScoreSums m_11;     // of (0, 1) for (1, 1), who then leaves there
+        Float4 a_10[2][32]; // its own for (0, 1)
+    };
     Float2 ends[2][kHeadDim / 2];  // exp(G) at the end of each block
 };
 constexpr int kCross = kAq + 1024;  // in the image: M_10 of (0, 1) for (1, 1), where squares, slope and valid were
@@ -79,14 +94,8 @@ constexpr float kTruncation = 1.0f + 2 * 0.72f * 0x1p-11f;
 // Of gates in f16: 5 log2(e) times this is still in range, and a gate that forgets 2^-26 a token is not yet subnormal.
 constexpr float kGateScale = 0x1p12f;
 
-// Column j of a block's A, for the substitution: 16 floats, 80 bytes apart, which costs no bank conflict.
-KDA_DEVICE float* a_column(PrepareScratch& scratch, int block, int j) {
-    return reinterpret_cast<float*>(scratch.a) + 20 * (kBlock * block + j);
-}
-// T, f16 [32 x 32], rows 80 bytes apart, which is conflict-free for ldmatrix.
-KDA_DEVICE u16* t_element(PrepareScratch& scratch, int i, int j) {
-    return reinterpret_cast<u16*>(scratch.a) + 40 * i + j;
-}
+KDA_DEVICE float* a_column(PrepareScratch& scratch, int block, int j) { return scratch.columns[kBlock * block + j]; }
+KDA_DEVICE u16* t_element(PrepareScratch& scratch, int i, int j) { return &scratch.t[i][j]; }
 
 // The power of two that brings the largest beta of a chunk that hardly writes into [1/2, 1).
 KDA_DEVICE int beta_shift(float beta_max) {
@@ -178,7 +187,7 @@ KDA_DEVICE void cumulate_fragment(u32 (&a)[4], int valid) {
     };
     a[0] = pair(false, 2 * tid);
     a[1] = pair(true, 2 * tid);
-    a[2] = 0;
+    a[2] = (valid + kBlock) & 64;  // 0, which ptxas is not to know: it would make it anew for each product, and move the others
     a[3] = pair(false, 8 + 2 * tid);
 }
 
@@ -324,8 +333,22 @@ KDA_DEVICE void add_scores(float (&x)[2][4], const Float4 (&from)[2][32]) {
     }
 }
 
+constexpr int kOfA = 0, kOfM = 2;
+KDA_DEVICE void put_sums(ScoreSums& to, const BlockScores& x, int of) {
+    const int lane = opaque(threadIdx.x) & 31;
+    to.first[lane] = Float4{x[0][of], x[0][of + 1], x[1][of], x[1][of + 1]};
+    to.last[lane] = Float2{x[2][of], x[2][of + 1]};
+}
+// A's or M's of this warp and of another.
+KDA_DEVICE void take_sums(float (&sum)[kTiles8][2], const ScoreSums& from) {
+    const int lane = opaque(threadIdx.x) & 31;
+    const Float4 first = from.first[lane];
+    const Float2 last = from.last[lane];
+    sum[0][0] = first.x, sum[0][1] = first.y, sum[1][0] = first.z, sum[1][1] = first.w, sum[2][0] = last.x, sum[2][1] = last.y;
+}
+
 // The warp's channels and tokens, in place; its share of A and M of its block.
-KDA_DEVICE void decay_block(float lower_bound, u8* image_bytes, PrepareScratch& scratch, Quarter part, float (&A)[2][4], float (&M)[2][4]) {
+KDA_DEVICE void decay_block(float lower_bound, u8* image_bytes, PrepareScratch& scratch, Quarter part, BlockScores& scores) {
     const int half = part.half, block = part.block;
     const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
     float k_norm[2], q_norm[2];  // of tokens gid, gid + 8
@@ -353,9 +376,10 @@ KDA_DEVICE void decay_block(float lower_bound, u8* image_bytes, PrepareScratch& 
     for (int m = 0; m < 4; ++m, bias += 16, ends += 8) {
         const u32 group = rows ^ (m << 5);
         u32 k_raw[4], q_raw[4], g_raw[4];  // A fragments; g's: tokens 2 tid, + 1 and 8 more of channel gid, of tiles t in pairs
+        ldmatrix_x4_trans(g_raw, group + kRawG);
+        const float biases[2] = {bias[0], bias[8]};  // before their time, when nobody waits for them
         ldmatrix_x4(k_raw, group + kRawK);
         ldmatrix_x4(q_raw, group + kRawQ);
-        ldmatrix_x4_trans(g_raw, group + kRawG);
         u32 k_f16[4], q_f16[4], k_end[4];
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
@@ -363,7 +387,7 @@ KDA_DEVICE void decay_block(float lower_bound, u8* image_bytes, PrepareScratch& 
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const u32 pair = g_raw[2 * t + i];
-                const float lo = exp2_approx(fmaf(slope, bf16_lo(pair), bias[8 * t])), hi = exp2_approx(fmaf(slope, bf16_hi(pair), bias[8 * t]));
+                const float lo = exp2_approx(fmaf(slope, bf16_lo(pair), biases[t])), hi = exp2_approx(fmaf(slope, bf16_hi(pair), biases[t]));
                 gates[i] = pack_f16(reciprocal_approx(fmaf(gate_c, lo, gate_c)), reciprocal_approx(fmaf(gate_c, hi, gate_c)));
             }
             float G[4] = {};
@@ -390,12 +414,10 @@ KDA_DEVICE void decay_block(float lower_bound, u8* image_bytes, PrepareScratch& 
                 q_f16[2 * t + r] = pack_f16(qd[2 * r], qd[2 * r + 1]);
                 k_end[2 * t + r] = pack_f16(kg[2 * r] * to_end[0], kg[2 * r + 1] * to_end[1]);
             }
-            // The contraction takes channels 2 tid as its columns tid, 2 tid + 1 as tid + 4.
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                mma_tf32(A[n], kd[0], kd[2], kd[1], kd[3], kg[2 * n], kg[2 * n + 1]);
-                mma_tf32(M[n], qd[0], qd[2], qd[1], qd[3], kg[2 * n], kg[2 * n + 1]);
-            }
+            // Eight rows of k and eight of q. The contraction takes channels 2 tid as its columns tid, 2 tid + 1 as tid + 4.
+            mma_tf32(scores[0], kd[0], qd[0], kd[1], qd[1], kg[0], kg[1]);
+            mma_tf32(scores[1], kd[2], qd[2], kd[3], qd[3], kg[0], kg[1]);
+            mma_tf32(scores[2], kd[2], qd[2], kd[3], qd[3], kg[2], kg[3]);
         }
         stmatrix_x4(group + kKDecayed, k_f16);
         stmatrix_x4(group + kQDecayed, q_f16);
@@ -417,6 +439,7 @@ KDA_DEVICE void cross_blocks(u8* image_bytes, const PrepareScratch& scratch, int
         ldmatrix_x4(k_late, group + kKDecayed + kBlock1);
         ldmatrix_x4(q_late, group + kQDecayed + kBlock1);
         ldmatrix_x4(k_end, group + kRawG);
+        const Float2 firsts[2] = {ends[0], ends[4]}, seconds[2] = {ends[kHeadDim / 2], ends[kHeadDim / 2 + 4]};
         // Block 0's keys, which as B fragments are what they are as A fragments.
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -425,7 +448,7 @@ KDA_DEVICE void cross_blocks(u8* image_bytes, const PrepareScratch& scratch, int
         }
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-            const Float2 first = ends[4 * t], second = ends[kHeadDim / 2 + 4 * t];
+            const Float2 first = firsts[t], second = seconds[t];
             const u32 over_first = pack_f16(first.x * kBlock0Scale, first.y * kBlock0Scale);
             const u32 over_second = pack_f16(second.x, second.y);
 #pragma unroll
@@ -443,20 +466,16 @@ KDA_DEVICE void cross_blocks(u8* image_bytes, const PrepareScratch& scratch, int
 }
 
 // A of both blocks, of which this warp has its share of block 0's, to T_00 and T_11.
-KDA_DEVICE void solve_blocks(PrepareScratch& scratch, float (&A_00)[2][4], float beta, int shift) {
+KDA_DEVICE void solve_blocks(PrepareScratch& scratch, const BlockScores& own, float beta, int shift) {
     const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
-    float A[2][2][4];
-    add_scores(A_00, scratch.a[0]);
+    float A[2][kTiles8][2], of_other[kTiles8][2];
+    take_sums(A[0], scratch.a[0]);
+    take_sums(A[1], scratch.a[1]);
+    take_sums(of_other, scratch.a[2]);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        const Float4 y = scratch.a[1][n][lane];
-        A[1][n][0] = y.x, A[1][n][1] = y.y, A[1][n][2] = y.z, A[1][n][3] = y.w;
-    }
-    add_scores(A[1], scratch.a[2]);
+    for (int tile = 0; tile < kTiles8; ++tile) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) A[0][n][e] = A_00[n][e];
+        for (int e = 0; e < 2; ++e) A[0][tile][e] += own[tile][kOfA + e], A[1][tile][e] += of_other[tile][e];
     }
     __syncwarp();  // A's columns go where the sums were
     // Causality (what lies above the diagonal may have overflowed: select, never multiply), and beta on the rows of A.
@@ -466,12 +485,11 @@ KDA_DEVICE void solve_blocks(PrepareScratch& scratch, float (&A_00)[2][4], float
         const float beta_scaled[2] = {__shfl_sync(0xffffffffu, beta, kBlock * b + gid) * scale,
                                       __shfl_sync(0xffffffffu, beta, kBlock * b + gid + 8) * scale};
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int i = gid + 8 * (e >> 1), j = 8 * n + 2 * tid + (e & 1);
-                a_column(scratch, b, j)[i] = j < i ? A[b][n][e] * beta_scaled[e >> 1] : 0.0f;
-            }
+        for (int e = 0; e < 2; ++e) {
+            const bool below = 2 * tid + e < gid;
+            a_column(scratch, b, 2 * tid + e)[gid] = below ? A[b][0][e] * beta_scaled[0] : 0.0f;
+            a_column(scratch, b, 2 * tid + e)[gid + 8] = A[b][1][e] * beta_scaled[1];
+            a_column(scratch, b, 2 * tid + e + 8)[gid + 8] = below ? A[b][2][e] * beta_scaled[1] : 0.0f;
         }
     }
     __syncwarp();
@@ -498,20 +516,22 @@ KDA_DEVICE void solve_blocks(PrepareScratch& scratch, float (&A_00)[2][4], float
     for (int i = 0; i < kBlock; ++i) *t_element(scratch, kBlock * b + i, lane) = static_cast<u16>(pack_f16(x[i], 0.0f));
 }
 
-// M of a diagonal block in f16, as an A fragment.
-KDA_DEVICE void mask_scores(u32 (&m)[4], const float (&M)[2][4], int block) {
+// M of a diagonal block in f16, as an A fragment, of this warp's share and of another's.
+KDA_DEVICE void mask_scores(u32 (&m)[4], const BlockScores& own, const ScoreSums& other, int block) {
     const int lane = opaque(threadIdx.x) & 31, gid = lane >> 2, tid = lane & 3;
     const float scale = kTruncation * kMScale / (block ? kWriteScale * kQueryScale / kBlock0Scale : kKeyScale * kQueryScale);
+    float M[kTiles8][2];
+    take_sums(M, other);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        float x[4];
+    for (int tile = 0; tile < kTiles8; ++tile) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int i = gid + 8 * (e >> 1), j = 8 * n + 2 * tid + (e & 1);
-            x[e] = j <= i ? M[n][e] * scale : 0.0f;
+        for (int e = 0; e < 2; ++e) {
+            const float x = (M[tile][e] + own[tile][kOfM + e]) * scale;
+            M[tile][e] = tile == 1 || 2 * tid + e <= gid ? x : 0.0f;
         }
-        m[2 * n] = pack_f16(x[0], x[1]), m[2 * n + 1] = pack_f16(x[2], x[3]);
     }
+    m[0] = pack_f16(M[0][0], M[0][1]), m[1] = pack_f16(M[1][0], M[1][1]);
+    m[2] = 0, m[3] = pack_f16(M[2][0], M[2][1]);
 }
 
 // What was loaded to a stage image and measured, by warps (half, block) (uniform, for the compiler too).
@@ -527,20 +547,17 @@ KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch
     u32 m_own[4], m_10[4], l[4];  // f16 A fragments: (1, block)'s M; (1, 1)'s; (0, 1)'s A_10 = diag(beta) L
     int shift;
     {
-        float A[2][4] = {}, M[2][4] = {};
-        decay_block(lower_bound, image_bytes, scratch, part, A, M);
+        BlockScores scores = {};
+        decay_block(lower_bound, image_bytes, scratch, part, scores);
         const float beta = *reinterpret_cast<const float*>(image_bytes + kBeta + 4 * (opaque(threadIdx.x) & 31));
         if (block == 1)
-            put_scores(scratch.a[1 + half], A);
+            put_sums(scratch.a[1 + half], scores, kOfA);
         else if (half == 1)
-            put_scores(scratch.a[0], A);
-        if (half == 0) put_scores(scratch.m[block], M);
+            put_sums(scratch.a[0], scores, kOfA);
+        if (half == 0) put_sums(block ? scratch.m_11 : scratch.m_00, scores, kOfM);
         shift = beta_shift(warp_max_positive(beta));
         barriers.all();  // sums and keys of all are here
-        if (half == 1) {
-            add_scores(M, scratch.m[block]);
-            mask_scores(m_own, M, block);
-        }
+        if (half == 1) mask_scores(m_own, scores, block ? scratch.m_11 : scratch.m_00, block);
         if (block == 1) {
             float A_10[2][4] = {}, M_10[2][4] = {};
             cross_blocks(image_bytes, scratch, half, A_10, M_10);
@@ -548,10 +565,10 @@ KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch
             if (half == 0)
                 put_scores(m_place, M_10);
             else
-                put_scores(scratch.m[1], A_10);
+                put_scores(scratch.a_10, A_10);
             barriers.late();
             if (half == 0) {
-                add_scores(A_10, scratch.m[1]);
+                add_scores(A_10, scratch.a_10);
 #pragma unroll
                 for (int n = 0; n < 2; ++n) l[2 * n] = pack_f16(A_10[n][0], A_10[n][1]), l[2 * n + 1] = pack_f16(A_10[n][2], A_10[n][3]);
             } else {
@@ -560,7 +577,7 @@ KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch
                 for (int n = 0; n < 2; ++n) m_10[2 * n] = pack_f16(M_10[n][0], M_10[n][1]), m_10[2 * n + 1] = pack_f16(M_10[n][2], M_10[n][3]);
             }
         } else if (half == 0) {
-            solve_blocks(scratch, A, beta, shift);
+            solve_blocks(scratch, scores, beta, shift);
         } else {
             spare();
         }
@@ -598,18 +615,21 @@ KDA_DEVICE void prepare_chunk(float lower_bound, u8* image_bytes, PrepareScratch
     const int row = (lane & 7) + 8 * (lane >> 4), token = 8 * ((lane >> 3) & 1);  // of T^T's A fragments: transposed loads
     const u32 group = image + kAk + (lane_tile(half, lane) ^ (block << 6));
     {
-        u32 t_00[4], t_11[4];
-        ldmatrix_x4_trans(t_00, shared_address(t_element(scratch, row, token)));
+        u32 t_00[4], t_11[4], k_first[2][4];
         ldmatrix_x4_trans(t_11, shared_address(t_element(scratch, kBlock + row, kBlock + token)));
+        ldmatrix_x4_trans(t_00, shared_address(t_element(scratch, row, token)));
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            u32 k_first[4], second[4];
-            ldmatrix_x4_trans(k_first, group ^ (m << 5));
             ldmatrix_x4_trans(k_second[m], (group ^ (m << 5)) + kBlock * kRowBytes);
+            ldmatrix_x4_trans(k_first[m], group ^ (m << 5));
+        }
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            u32 second[4];
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 float y[4] = {};
-                mma_f16(x[m][n], t_00, k_first[2 * n], k_first[2 * n + 1]);
+                mma_f16(x[m][n], t_00, k_first[m][2 * n], k_first[m][2 * n + 1]);
                 mma_f16(y, t_11, k_second[m][2 * n], k_second[m][2 * n + 1]);
                 second[2 * n] = pack_f16(y[0], y[1]), second[2 * n + 1] = pack_f16(y[2], y[3]);
             }

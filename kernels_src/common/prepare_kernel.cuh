@@ -9,7 +9,7 @@ struct PrepareSmem {
     alignas(128) u8 image[kStageBytes];
     PrepareScratch scratch;
 };
-static_assert(sizeof(PrepareSmem) == 33408, "keep kda_jit/backends/cuda.py in step");
+static_assert(sizeof(PrepareSmem) == 32640, "keep kda_jit/backends/cuda.py in step");
 
 // Six CTAs an SM fill its shared memory. Each warp finds the chunk for itself: a barrier costs more than the instructions.
 extern "C" __global__ void __launch_bounds__(kPrepareThreads, 6) kda_prepare(const __grid_constant__ KdaArgs args) {
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads, 6) kda_prepare(con
 
     u8* image = args.workspace + static_cast<i64>(blockIdx.x) * kStageBytes;
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) {
+    if (warp == 0 && elect_one()) {
         bulk_store(image, shared_address(smem.image), kStageBytes);
         bulk_store_commit();
         bulk_store_wait<0>();  // the CTA's shared memory lives no longer than the CTA

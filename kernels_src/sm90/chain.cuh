@@ -57,6 +57,8 @@ struct ChainSmem {
 template <int kStages>
 struct ChainStages {
     static constexpr int kDepth = kStages;
+    // Where others use shared memory, too, R's products do not wait for loads between them; else that is the best place for these.
+    static constexpr bool kDecaysLate = false;
     ChainSmem<kStages>& smem;
     int place;  // of the chain among those that share the stages
     u32 stage = 0, parity = 0;
@@ -133,7 +135,7 @@ KDA_DEVICE void move_images(const KdaArgs& args, const ChainUnit& unit, const So
     auto fill = [&](int c, const typename Stages::Spot& spot) {
         source.wait(c);
         const u8* image = source.image(c);
-        if ((threadIdx.x & 31) == 0) {
+        if (elect_one()) {
             mbarrier_arrive_expect_bytes(spot.full, kStageBytes);
             bulk_copy(spot.image, image, kStageBytes, spot.full);
         }
@@ -408,9 +410,10 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         wgmma_commit();
 
         // In their shadow: the next chunk's decays, and whether its units may stay.
-        load_decay(spot.image);
+        if (!Stages::kDecaysLate) load_decay(spot.image);
         wgmma_wait<1>();
         pin(o);
+        if (Stages::kDecaysLate) load_decay(spot.image);
         {
             const float scale = out_scale * exp2_int(units);
 #pragma unroll

@@ -73,7 +73,7 @@ struct FusedSmem {
     Piece pieces[kPieces];
     Barriers piece_barriers[kPieces];
 };
-constexpr int kFusedSmem = 229376;
+constexpr int kFusedSmem = 227328;
 static_assert(sizeof(FusedSmem) == kFusedSmem, "keep kda_jit/backends/cuda.py in step");
 
 // Goes round `kCount` pieces of shared memory.
@@ -213,6 +213,7 @@ KDA_DEVICE void prefetch_state(const KdaArgs& args, const Piece& piece, u32 rank
 
 // The chain's view: images from both CTAs in turn, tiles of its own.
 struct FusedStages {
+    static constexpr bool kDecaysLate = true;
     FusedSmem& smem;
     u32 rank;
     bool own;  // whether the next image is
@@ -258,14 +259,13 @@ struct FusedStages {
 KDA_DEVICE void move_tiles(const FusedArgs& args, FusedSmem& smem, u32 rank) {
     constexpr int kAtOnce = 2;
     const KdaArgs& kda = args.kda;
-    const bool leader = (threadIdx.x & 31) == 0;
     TileRound tiles;
     int under_way = 0;
     const auto empty = [&] {
         mbarrier_wait(empty_of(tiles.full(smem)), tiles.parity ^ 1);
         const TileOutput to = smem.outputs[tiles.index];
         if (to.valid == kChunk) {
-            if (leader) {
+            if (elect_one()) {
                 async_proxy_fence();
                 tensor_store(tiles.of(smem.tile), args.out, to.column, static_cast<int>(to.token), to.row);
                 bulk_store_commit();
@@ -290,9 +290,9 @@ KDA_DEVICE void move_tiles(const FusedArgs& args, FusedSmem& smem, u32 rank) {
             const Chunk chunk = chunk_of(seq, c);
             const i64 token = seq.first + chunk.start;
             const u32 tile = tiles.of(smem.tile), full = tiles.full(smem);
-            if (leader) smem.outputs[tiles.index] = TileOutput{token, static_cast<int>(seq.batch), column, chunk.valid};
+            if (elect_one()) smem.outputs[tiles.index] = TileOutput{token, static_cast<int>(seq.batch), column, chunk.valid};
             if (chunk.valid == kChunk) {
-                if (leader) {
+                if (elect_one()) {
                     mbarrier_arrive_expect_bytes(full, kChainTile);
                     tensor_copy(tile, args.v, column, static_cast<int>(token), static_cast<int>(seq.batch), full);
                 }
@@ -302,7 +302,7 @@ KDA_DEVICE void move_tiles(const FusedArgs& args, FusedSmem& smem, u32 rank) {
                 fetch_columns<kAtOnce>(tile, v, kda.v_token, chunk.valid, kda.v);
                 cp_async_wait_all();
                 __syncwarp();
-                if (leader) mbarrier_arrive(full);
+                if (elect_one()) mbarrier_arrive(full);
             }
         }
     });
@@ -314,7 +314,6 @@ KDA_DEVICE void move_tiles(const FusedArgs& args, FusedSmem& smem, u32 rank) {
 // Loads this CTA's chunks, by one warp.
 KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
     const KdaArgs& kda = args.kda;
-    const bool leader = (threadIdx.x & 31) == 0;
     SlotRound slot;
     const auto begin = [&] {
         mbarrier_wait(slot.of(smem.own) + kFreed, slot.parity ^ 1);
@@ -322,7 +321,7 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
     };
     u32 number = 0;  // of a piece's first chunk among the cluster's
     for_each_piece(smem, [&](const Piece& piece) {
-        if (leader) prefetch_state(kda, piece, rank);
+        if (elect_one()) prefetch_state(kda, piece, rank);
         const Sequence seq = load_sequence(kda, piece.n);
         int c = piece.first + ((number ^ rank) & 1);
         number += piece.last - piece.first;
@@ -337,7 +336,7 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
             scalars[0].beta = read_beta(in);
             u8* image = begin();
             const u32 to = slot.of(smem.own), landed = to + kLanded;
-            if (leader) {  // whole tiles: a quad clears what came from past the sequence's end
+            if (elect_one()) {  // whole tiles: a quad clears what came from past the sequence's end
                 mbarrier_expect_bytes(landed, 6 * kHalfTile);
                 const int token = static_cast<int>(seq.first) + chunk.start, row = static_cast<int>(seq.batch);
 #pragma unroll
@@ -351,13 +350,13 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
             write_scalars(image, scalars[0], chunk.valid, 0);
             write_scalars(image, scalars[1], chunk.valid, 1);
             __syncwarp();
-            if (leader) mbarrier_arrive(landed);
+            if (elect_one()) mbarrier_arrive(landed);
             slot.advance();
         }
     });
     for (int end = 0; end < kQuads; ++end) {  // every quad is to find one
         u8* image = begin();
-        if (leader) {
+        if (elect_one()) {
             *reinterpret_cast<i32*>(image + kValid) = 0;
             mbarrier_arrive(slot.of(smem.own) + kLanded);
         }
@@ -368,7 +367,6 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
 
 // Sends this CTA's images to the peer, by one warp, so that no quad waits for a place there.
 KDA_DEVICE void send_images(FusedSmem& smem, u32 rank) {
-    const bool leader = (threadIdx.x & 31) == 0;
     u32 cluster_number = 0, number = 0;  // of chunks, the cluster's and this CTA's
     for_each_piece(smem, [&](const Piece& piece) {
         const int chunks = piece.last - piece.first;
@@ -383,11 +381,10 @@ KDA_DEVICE void send_images(FusedSmem& smem, u32 rank) {
                 const u32 last = (number - kReceived) % kSlots, round = (number - kReceived) / kSlots;
                 mbarrier_wait(shared_address(&smem.own[last].freed), round & 1);
             }
-            __syncwarp();  // as in announce
-            if (leader) peer_mbarrier_arrive_expect_bytes(arrived, kStageBytes);
+            // elect_one waits until no lane asks any more, as announce does.
+            if (elect_one()) peer_mbarrier_arrive_expect_bytes(arrived, kStageBytes);
             mbarrier_wait(at + kReady, number / kSlots & 1);
-            __syncwarp();  // likewise
-            if (leader) bulk_copy_to_peer(peer_address(to, rank ^ 1), at, kStageBytes, arrived);
+            if (elect_one()) bulk_copy_to_peer(peer_address(to, rank ^ 1), at, kStageBytes, arrived);
             __syncwarp();
         }
     });

@@ -228,7 +228,7 @@ KDA_DEVICE void produce(const PipelineArgs& args, ProducerSmem& smem, int produc
         prepare_chunk(args.kda.lower_bound, image, own.scratch, part, barriers, spare, solved);
         barriers.all();  // the image is complete
         if (spare_warp) {
-            if (leader) {
+            if (elect_one()) {
                 bulk_store(job.image, shared_address(image), kStageBytes);
                 bulk_store_commit();
             }
@@ -398,8 +398,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) kda_pipeline(const __g
     // Consumers are spread evenly over the tickets, so that any set of CTAs that runs first has both roles.
     const int ticket = uniform(shared_ticket), total = gridDim.x;
     if (ticket >= total) return;
-    const int consumer = static_cast<int>(static_cast<i64>(ticket) * args.consumers / total);
-    const bool is_consumer = static_cast<int>(static_cast<i64>(ticket + 1) * args.consumers / total) > consumer;
+    // A division is done in ordinary registers; for a chain's products all that leads to it must be seen to be uniform.
+    const int consumer = uniform(static_cast<int>(static_cast<i64>(ticket) * args.consumers / total));
+    const bool is_consumer = uniform(static_cast<int>(static_cast<i64>(ticket + 1) * args.consumers / total)) > consumer;
     if (is_consumer) {
         consume(args, *reinterpret_cast<ConsumerSmem*>(dynamic_smem), consumer);
     } else {

@@ -38,7 +38,7 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "a token does not see itself", "hopper", "common/prepare.cuh",
-        "j <= i ? M[n][e]", "j < i ? M[n][e]",
+        "2 * tid + e <= gid ? x", "2 * tid + e < gid ? x",
     ),
     Mutation(
         "rows past the last one are stored", "portable_sm80", "sm80/kda_prefill.cu",
@@ -104,8 +104,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a lane still asks a barrier that its own warp lets go on", "fused", "sm90/kda_fused.cu",
-        "            __syncwarp();  // likewise\n", "",
-        (1200,), lanes_apart=True,
+        "            if (elect_one()) bulk_copy_to_peer(",
+        "            if ((threadIdx.x & 31) == 0) bulk_copy_to_peer(",
+        (2400,), lanes_apart=True,
     ),
     Mutation(
         "a cluster takes a state that is not there", "fused", "sm90/kda_fused.cu",

@@ -11,6 +11,8 @@ KDA_DEVICE void mbarrier_arrive_after_cp_async(u32 barrier) { simt::mbarrier_arr
 KDA_DEVICE void mbarrier_wait(u32 barrier, u32 parity) { simt::mbarrier_wait(simt::own(barrier), parity); }
 KDA_DEVICE bool mbarrier_test(u32 barrier, u32 parity) { return simt::mbarrier_test(simt::own(barrier), parity); }
 
+KDA_DEVICE bool elect_one() { return __ffs(__ballot_sync(0xffffffffu, true)) == (threadIdx.x & 31) + 1; }
+
 KDA_DEVICE void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier) { simt::bulk_copy(shared, global, bytes, barrier); }
 KDA_DEVICE void bulk_prefetch(const void*, u32) {}
 KDA_DEVICE void bulk_store(void* global, u32 shared, u32 bytes) { simt::bulk_store(global, shared, bytes); }
