@@ -21,6 +21,14 @@ KDA_DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d = a b, m16n8k8 on bf16: a0 (gid, 2 tid) a1 (gid + 8, 2 tid), b (2 tid, gid), pairs along the 8. If b is a multiple of the identity, d is
+// that multiple of a in fp32.
+KDA_DEVICE void mma_bf16_k8(float (&d)[4], u32 a0, u32 a1, u32 b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a0), "r"(a1), "r"(b), "f"(0.0f));
+}
+
 // m16n8k8 on fp32 words, of which the tensor core reads the upper 19 bits (truncation: relative error up to 2^-10, 0.7 * 2^-11
 // on average). A: a0 (gid, tid) a1 (gid + 8, tid) a2 (gid, tid + 4) a3 (gid + 8, tid + 4); B: b0 (tid, gid) b1 (tid + 4, gid).
 KDA_DEVICE void mma_tf32(float (&c)[4], float a0, float a1, float a2, float a3, float b0, float b1) {

@@ -57,8 +57,9 @@ struct ChainSmem {
 template <int kStages>
 struct ChainStages {
     static constexpr int kDepth = kStages;
-    // Where others use shared memory, too, R's products do not wait for loads between them; else that is the best place for these.
-    static constexpr bool kDecaysLate = false;
+    // Whether warps work beside the chain that prepare. If so, what is executed counts, and R's products are not to wait for loads between them;
+    // else the chain's own way does, and that is the best place for these.
+    static constexpr bool kBusy = false;
     ChainSmem<kStages>& smem;
     int place;  // of the chain among those that share the stages
     u32 stage = 0, parity = 0;
@@ -258,8 +259,9 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
     // (tokens 0, columns 0), (0, 8), (8, 0), (8, 8); tokens 16 .. 31 are 16 rows further on.
     const u32 own_columns = tile_offset((lane & 7) + 8 * (lane >> 4), 2 * warp + ((lane >> 3) & 1));
 
-    // By a shuffle, from itself: else ptxas finds the lane out again for every chunk, which takes long.
+    // By shuffles, from itself: else ptxas finds the lane out again for every chunk, which takes long.
     const int own_decays = __shfl_sync(0xffffffffu, decay_offset(0, tid) - decay_offset(0, 0), lane);
+    const u32 own_diagonal = __shfl_sync(0xffffffffu, lane >> 3 != tid ? 0u : lane & 4 ? 0xffff0000u : 0x0000ffffu, lane);  // of B [8 x 8]
 
     u32 a[8][4];                      // S^T in f16, as A fragments
     u32 v[4][2];                      // V^T of a chunk: rows gid and gid + 8 of token tile nt
@@ -370,12 +372,18 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         // In the shadow of X, which is under way: V in units, and the next V with its maximum.
         float v_units[4][4];
         const float to_units = exp2_int(-units), v_scale = to_units * (1.0f / kWriteScale);
+        if constexpr (Stages::kBusy) {  // four instructions for 32; but they wait for X
+            const u32 bits = __float_as_uint(v_scale), scale = (bits & 0xffff0000u | bits >> 16) & own_diagonal;
 #pragma unroll
-        for (int nt = 0; nt < 4; ++nt) {
+            for (int nt = 0; nt < 4; ++nt) mma_bf16_k8(v_units[nt], v[nt][0], v[nt][1], scale);
+        } else {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                v_units[nt][2 * r] = bf16_lo(v[nt][r]) * v_scale;
-                v_units[nt][2 * r + 1] = bf16_hi(v[nt][r]) * v_scale;
+            for (int nt = 0; nt < 4; ++nt) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    v_units[nt][2 * r] = bf16_lo(v[nt][r]) * v_scale;
+                    v_units[nt][2 * r + 1] = bf16_hi(v[nt][r]) * v_scale;
+                }
             }
         }
         pin(v_units);
@@ -410,10 +418,10 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         wgmma_commit();
 
         // In their shadow: the next chunk's decays, and whether its units may stay.
-        if (!Stages::kDecaysLate) load_decay(spot.image);
+        if (!Stages::kBusy) load_decay(spot.image);
         wgmma_wait<1>();
         pin(o);
-        if (Stages::kDecaysLate) load_decay(spot.image);
+        if (Stages::kBusy) load_decay(spot.image);
         {
             const float scale = out_scale * exp2_int(units);
 #pragma unroll

@@ -211,37 +211,33 @@ KDA_DEVICE void prefetch_state(const KdaArgs& args, const Piece& piece, u32 rank
     bulk_prefetch(static_cast<const u8*>(args.initial_state) + element * bytes, kChainColumns * kHeadDim * bytes);
 }
 
-// The chain's view: images from both CTAs in turn, tiles of its own.
+// The chain's view: images from both CTAs in turn, tiles of its own. Image j of the peer lies there where image j of this CTA lies here.
 struct FusedStages {
-    static constexpr bool kDecaysLate = true;
+    static constexpr bool kBusy = true;
     FusedSmem& smem;
     u32 rank;
-    bool own;  // whether the next image is
-    SlotRound slot;
+    u32 maker = 0;   // rank of the CTA that the next image is from
+    SlotRound slot;  // where it made it
     Round<kReceived, sizeof(Slot)> received;
     TileRound tiles;
 
-    KDA_DEVICE FusedStages(FusedSmem& smem, u32 rank) : smem(smem), rank(rank), own(rank == 0) {}
+    KDA_DEVICE FusedStages(FusedSmem& smem, u32 rank) : smem(smem), rank(rank) {}
     struct Spot {
         u32 image, tile;
         u32 full;   // of the tile
         u32 freed;  // where the image was made; a cluster's address
     };
-    // Image j of the peer lies there where image j of this CTA lies here, which came before (rank 0) or comes next.
+    KDA_DEVICE bool own() const { return maker == rank; }
     KDA_DEVICE Spot spot() const {
-        const u32 index = own || rank == 1 ? slot.index : slot.index == 0 ? kSlots - 1 : slot.index - 1;
-        const u32 here = shared_address(smem.own) + index * static_cast<u32>(sizeof(Slot));
-        return {own ? here : received.of(smem.received), tiles.of(smem.tile), tiles.full(smem), peer_address(here + kFreed, own ? rank : rank ^ 1)};
+        const u32 made = slot.of(smem.own);
+        return {own() ? made : received.of(smem.received), tiles.of(smem.tile), tiles.full(smem), peer_address(made + kFreed, maker)};
     }
     KDA_DEVICE void advance() {
-        if (own)
-            slot.advance();
-        else
-            received.advance();
-        own = !own;
+        maker ^= 1;
+        if (maker == 0) slot.advance(), received.advance();
         tiles.advance();
     }
-    KDA_DEVICE u32 image_parity() const { return own ? slot.parity : received.parity; }
+    KDA_DEVICE u32 image_parity() const { return own() ? slot.parity : received.parity; }
     KDA_DEVICE bool landed(const Spot& spot) const {
         return mbarrier_test(spot.image + kReady, image_parity()) & mbarrier_test(spot.full, tiles.parity);  // both asked at once
     }

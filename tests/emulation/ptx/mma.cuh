@@ -10,6 +10,10 @@ KDA_DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const u32 b[2] = {b0, b1};
     simt::mma(simt::Format::kBf16, c, a, b);
 }
+KDA_DEVICE void mma_bf16_k8(float (&d)[4], u32 a0, u32 a1, u32 b) {
+    for (float& x : d) x = 0.0f;
+    mma_bf16(d, {a0, a1, 0, 0}, b, 0);
+}
 KDA_DEVICE void mma_tf32(float (&c)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
     const u32 a[4] = {__float_as_uint(a0), __float_as_uint(a1), __float_as_uint(a2), __float_as_uint(a3)};
     const u32 b[2] = {__float_as_uint(b0), __float_as_uint(b1)};
