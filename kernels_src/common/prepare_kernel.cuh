@@ -11,6 +11,9 @@ struct PrepareSmem {
 };
 static_assert(sizeof(PrepareSmem) == 32640, "keep kda_jit/backends/cuda.py in step");
 
+// Heads of sequences whose initial states are asked for in L2, where the recurrence will look for them: 16 MiB, which stay there until it does.
+constexpr int kPrefetchedStates = 256;
+
 // Six CTAs an SM fill its shared memory. Each warp finds the chunk for itself: a barrier costs more than the instructions.
 extern "C" __global__ void __launch_bounds__(kPrepareThreads, 6) kda_prepare(const __grid_constant__ KdaArgs args) {
     extern __shared__ __align__(1024) u8 dynamic_smem[];
@@ -27,6 +30,9 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads, 6) kda_prepare(con
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform, for the compiler too
     const Quarter part{warp % 2, warp / 2};
     fetch_quarter(smem.image, in, part);
+#if __CUDA_ARCH__ >= 900
+    if (c == 0 && warp == 1 && args.N * args.HV <= kPrefetchedStates) prefetch_state(args, n, hv, 0, kHeadDim);
+#endif
     finish_quarter(args, in, hv, smem.image, part);
     const PrepareBarriers barriers{1};
     barriers.all();

@@ -4,6 +4,7 @@
 // That is enough for its ceil(L / 32) chunks (one more where a checkpoint starts a new chunk), needs no prefix sum,
 // and grows with n, so a slot's sequence is found by search.
 #pragma once
+#include "common/barrier.cuh"
 #include "common/kda_args.cuh"
 #include "common/stage.cuh"
 
@@ -35,6 +36,17 @@ KDA_DEVICE i64 state_slot(const KdaArgs& args, int n) {
     if (!args.state_indices) return n;
     const i64 slot = load_index(args.state_indices, n * args.state_indices_stride, args.flags & kStateIndices64);
     return slot >= 0 && slot < args.num_state_slots ? slot : -1;
+}
+
+// Asks for `rows` rows of sequence n's initial state from V's column `first` on, so that whoever loads them finds them in L2. By one warp; from
+// sm_90 on.
+KDA_DEVICE void prefetch_state(const KdaArgs& args, int n, int hv, int first, int rows) {
+    if (!args.initial_state) return;
+    const i64 slot = state_slot(args, n);
+    if (slot < 0 || (args.has_initial_state && !args.has_initial_state[n])) return;
+    const int bytes = args.flags & kInitialBf16 ? 2 : 4;
+    const i64 element = slot * args.initial_slot + (static_cast<i64>(hv) * kHeadDim + first) * kHeadDim;
+    if (elect_one()) bulk_prefetch(static_cast<const u8*>(args.initial_state) + element * bytes, rows * kHeadDim * bytes);
 }
 
 KDA_DEVICE Sequence load_sequence(const KdaArgs& args, int n) {

@@ -201,16 +201,6 @@ KDA_DEVICE void find_pieces(const FusedArgs& args, FusedSmem& smem, bool shares)
     pieces.announce(Piece{-1, 0, 0, 0});
 }
 
-// The initial state of a piece, V's half `rank`, to L2, long before the chain wants it.
-KDA_DEVICE void prefetch_state(const KdaArgs& args, const Piece& piece, u32 rank) {
-    if (piece.first > 0 || !args.initial_state) return;
-    const i64 slot = state_slot(args, piece.n);
-    if (slot < 0 || (args.has_initial_state && !args.has_initial_state[piece.n])) return;
-    const int bytes = args.flags & kInitialBf16 ? 2 : 4;
-    const i64 element = slot * args.initial_slot + (static_cast<i64>(piece.hv) * kHeadDim + rank * kChainColumns) * kHeadDim;
-    bulk_prefetch(static_cast<const u8*>(args.initial_state) + element * bytes, kChainColumns * kHeadDim * bytes);
-}
-
 // The chain's view: images from both CTAs in turn, tiles of its own. Image j of the peer lies there where image j of this CTA lies here.
 struct FusedStages {
     static constexpr bool kBusy = true;
@@ -317,7 +307,7 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
     };
     u32 number = 0;  // of a piece's first chunk among the cluster's
     for_each_piece(smem, [&](const Piece& piece) {
-        if (elect_one()) prefetch_state(kda, piece, rank);
+        if (piece.first == 0) prefetch_state(kda, piece.n, piece.hv, rank * kChainColumns, kChainColumns);  // long before the chain wants it
         const Sequence seq = load_sequence(kda, piece.n);
         int c = piece.first + ((number ^ rank) & 1);
         number += piece.last - piece.first;
