@@ -18,6 +18,9 @@ stores  write_each: after token j, to the slot in column j, if there is one. Oth
         there or not, and value heads that share a q/k head or not are binaries of their own.)
 gates   base 2 after the load, as in prefill; everything is fp32 between load and store
 launch  one warp: a sum over K never waits for another warp
+few     how the address of a state that is stored is added up, which decides what ptxas makes of all
+        registers: as loads are, it takes 127 and asks for everything early; the other way 80, and
+        an SM has 24 programs at once instead of 16. Same numbers, bit for bit.
 limits  16 <= K <= 256, any V; HV * V / 8 and N below 2^31
 """
 
@@ -101,6 +104,7 @@ def kda_recurrent(
     BV: tl.constexpr,
     GRID_N: tl.constexpr,
     BOUNDED: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """All tokens of one sequence, head and block of V.
 
@@ -165,9 +169,10 @@ def kda_recurrent(
         return
 
     mask = v_mask[:, None] & k_mask[None, :]
-    state_pool += head.to(tl.int64) * (V * K) + v_cols[:, None] * K + cols[None, :]
+    state_pool += head.to(tl.int64) * (V * K)
+    inside = v_cols[:, None] * K + cols[None, :]
     # The bytes of a fresh sequence's slot may be NaN.
-    S = tl.load(state_pool + slot * slot_stride, mask & (has != 0), 0.0).to(tl.float32)
+    S = tl.load(state_pool + inside + slot * slot_stride, mask & (has != 0), 0.0).to(tl.float32)
     bias = tl.load(dt_bias + head * K + cols, k_mask, 0.0)
     rate = tl.exp2(tl.load(A_log + head) * LOG2E)
     rate = tl.where(rate > LARGEST, LARGEST, rate)  # inf times a logit of 0 would be NaN
@@ -206,5 +211,9 @@ def kda_recurrent(
 
         if (write != 0) & ((write_each != 0) | (t == length - 1)):
             place = mask & _is_slot(target, num_slots, null_index)
-            tl.store(state_pool + target * slot_stride, S.to(state_pool.dtype.element_ty), place)
+            if FEW:
+                to = state_pool + inside + target * slot_stride
+            else:
+                to = state_pool + target * slot_stride + inside
+            tl.store(to, S.to(state_pool.dtype.element_ty), place)
         target = target_after

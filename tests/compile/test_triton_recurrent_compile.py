@@ -42,6 +42,7 @@ def build_recurrent(
     index: str = "i32",
     absent: tuple[str, ...] = (),
     group: int = 1,
+    few: bool = False,
 ) -> Any:
     config = config_for(K)
     types = dict.fromkeys(("q", "k", "v", "g", "beta", "out"), f"*{NAMES[dtype]}")
@@ -51,6 +52,7 @@ def build_recurrent(
     types |= {"has_initial_state": "*i1"}
     constants: dict[str, Any] = {
         "K": K, "V": V, "BK": config.BK, "BV": config.BV, "GRID_N": GRID_N, "BOUNDED": bounded,
+        "FEW": few,
     }  # fmt: skip
     constants |= dict.fromkeys(absent)
     if group == 1:
@@ -60,14 +62,22 @@ def build_recurrent(
 
 @pytest.mark.parametrize("sm", [80, 90, 100, 120])
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
-def test_every_architecture(sm: int, state: str) -> None:
+@pytest.mark.parametrize("few", [False, True])
+def test_every_architecture(sm: int, state: str, few: bool) -> None:
     """The common head: no spills, and little enough of everything to fill a GPU."""
-    kernel = build_recurrent(128, 128, torch.bfloat16, sm, state=state)
+    kernel = build_recurrent(128, 128, torch.bfloat16, sm, state=state, few=few)
     assert kernel.asm["cubin"]
     assert kernel.metadata.shared <= 2048
     registers, spills = resources(kernel, sm)
     assert spills == 0
-    assert registers <= 128  # 16 warps an SM; with 24 of them an H200 is no faster
+    assert registers <= 128  # 16 warps an SM
+
+
+def test_many_decodes_have_24_warps_an_sm() -> None:
+    """As `kda_recurrent` says of `few`: what makes 1,024 decodes as fast as they are."""
+    absent = ("num_accepted_tokens", "has_initial_state")
+    many = build_recurrent(128, 128, torch.bfloat16, 90, absent=absent)
+    assert resources(many, 90) == (80, 0)
 
 
 @pytest.mark.parametrize("K, V, dtype", HEADS)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kda_jit
+from kda_jit.backends.recurrent_triton import FEW, config_for
 from kda_jit.contract.recurrent import make_recurrent_problem
 from kda_jit.errors import CaptureError
 from kda_jit.reference import recurrent_kda
@@ -284,6 +285,48 @@ def test_cold_call_inside_a_capture_is_refused() -> None:
     assert torch.equal(bits(arguments["state_pool"]), bits(before))
     want, _ = judged(arguments)
     assert_close("out", run(arguments), want, LIMITS[torch.bfloat16], chunk=1)
+
+
+#: Sequences of four value heads that are many programs.
+MANY = 600
+
+
+def programs(sequences: int, heads: int, head_dim: int) -> int:
+    return sequences * heads * -(-head_dim // config_for(head_dim).BV)
+
+
+@pytest.mark.parametrize("first, then, head_dim", [(1, MANY, 112), (MANY, 1, 104)])
+def test_a_graph_of_another_number_of_sequences(first: int, then: int, head_dim: int) -> None:
+    """Few programs and many are two kernels, of heads that nothing else here compiles."""
+    assert programs(1, 4, head_dim) < FEW <= programs(MANY, 4, head_dim)
+
+    def step(sequences: int) -> dict[str, Any]:
+        case = Case(12, (2,) * sequences, 4)
+        return Step(case, 2, (1,) * sequences).arguments("cuda", head_dim=head_dim)
+
+    run(step(first))
+    static = step(then)
+    static["out"] = torch.full_like(static["v"], NAN)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(static)
+    graph.replay()
+    eager = step(then)
+    assert torch.equal(bits(static["out"]), bits(run(eager)))
+    assert torch.equal(bits(static["state_pool"]), bits(eager["state_pool"]))
+
+
+def test_few_sequences_and_many_have_equal_bits() -> None:
+    some = 100
+    assert programs(some, 4, 128) < FEW <= programs(MANY, 4, 128)
+    whole = Step(Case(13, (2,) * MANY, 4), 2, (1, 2) * (MANY // 2)).arguments("cuda")
+    part = copied(whole)
+    for name in ("state_indices", "num_accepted_tokens"):
+        part[name] = part[name][:some]
+    part["cu_seqlens"] = part["cu_seqlens"][: some + 1]
+    assert torch.equal(bits(run(part)[:, : 2 * some]), bits(run(whole)[:, : 2 * some]))
+    mine = part["state_indices"].flatten().long()
+    assert torch.equal(bits(part["state_pool"][mine]), bits(whole["state_pool"][mine]))
 
 
 def test_work_goes_to_the_current_stream() -> None:
