@@ -38,7 +38,7 @@ def parts() -> tuple[str, str, str, str, str, str]:
     scaled = beside_x[beside_x.index("        float v_units") : beside_x.index("        shifted =")]
     judged_at = beside_r.index("        const u32 judgement")
     stored = beside_r[beside_r.index("        wgmma_wait<1>();") : judged_at]
-    stored = stored.replace("        if (Stages::kDecaysLate) load_decay(spot.image);\n", "")
+    stored = stored.replace("        if (Stages::kBusy) load_decay(spot.image);\n", "")
     judged = beside_r[judged_at:].replace("const u32 judgement", "judgement")
     judged = judged.replace("const bool odd", "odd").replace("const bool rare", "rare")
     shift = "        load_shared_pair(image + kShift, shift_scale, shift);\n"
