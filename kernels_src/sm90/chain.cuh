@@ -373,7 +373,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
         float v_units[4][4];
         const float to_units = exp2_int(-units), v_scale = to_units * (1.0f / kWriteScale);
         if constexpr (Stages::kBusy) {  // four instructions for 32; but they wait for X
-            const u32 bits = __float_as_uint(v_scale), scale = (bits & 0xffff0000u | bits >> 16) & own_diagonal;
+            const u32 bits = __float_as_uint(v_scale), scale = ((bits & 0xffff0000u) | bits >> 16) & own_diagonal;
 #pragma unroll
             for (int nt = 0; nt < 4; ++nt) mma_bf16_k8(v_units[nt], v[nt][0], v[nt][1], scale);
         } else {
