@@ -375,14 +375,15 @@ def _pack(args: Array[c_char], p: KdaProblem, workspace: int) -> None:
 def _share(p: KdaProblem, clusters: int) -> tuple[int, int]:
     """Slots of a cluster, and bytes for the states that go from one to the next; or 0, 0.
 
-    Divided where there are more value heads than clusters, and where a workspace as planned for any
-    schedule has room for the states.
+    Divided where there are more value heads than clusters, where a workspace as planned for any
+    schedule has room for the states, and where the kernel can count all slots in 32 bits.
     """
     slots = p.HV * stage_slots(p.B * p.T, p.N, checkpoints=p.checkpoint_state is not None)
+    share = -(-(slots + p.HV * p.N * _CHANGE_SLOTS) // clusters)
     nbytes = clusters * _HANDED_BYTES
-    if clusters >= p.N * p.HV or nbytes > slots * STAGE_BYTES:
+    if clusters >= p.N * p.HV or nbytes > slots * STAGE_BYTES or (clusters + 1) * share >= 2**31:
         return 0, 0
-    return -(-(slots + p.HV * p.N * _CHANGE_SLOTS) // clusters), nbytes
+    return share, nbytes
 
 
 def _has_maps(p: KdaProblem) -> bool:

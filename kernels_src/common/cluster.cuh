@@ -15,7 +15,11 @@ KDA_DEVICE u32 peer_address(u32 shared, u32 rank) {  // of the CTA with this ran
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
     return address;
 }
-// All threads of both CTAs; what was written before is seen after.
+// All threads of both CTAs. Of what was written before, only the barriers that mbarrier_init_fence followed are seen after.
+KDA_DEVICE void cluster_meet() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same, and all that was written before is seen after.
 KDA_DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -35,20 +35,37 @@ KDA_DEVICE void pack_state(u32 (&a)[8][4], const StateTile& state) {
     }
 }
 
-// Chooses new units from the exact maximum, so that the larger of |v| and 2^headroom |S| has exponent `target`. Returns the largest
-// |S| in them. Rare; NaN and inf in S do not count, an infinite v leaves the units as they are.
-KDA_DEVICE float choose_units(StateTile& state, float v_max, int headroom, int target) {
+// A sequence's first and last instructions are executed once, by warps that have to fetch them first, which takes longer than they do. So
+// what is usual has the fewest there can be, and what is rare, but costs more of them, stands apart from it.
+
+// The largest |S| of the warp's rows, in units; NaN and inf do not count.
+KDA_DEVICE float largest_of(const StateTile& state) {
     const float inf = __int_as_float(0x7f800000);
-    float s_max = 0.0f;
+    float m[4] = {};
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const float x = fabsf(state.s[n][e]);
-            s_max = fmaxf(s_max, x < inf ? x : 0.0f);
+        for (int e = 0; e < 4; ++e) m[e] = fmaxf(m[e], fabsf(state.s[n][e]));  // of NaN and a number, the number
+    }
+    float s_max = fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
+    if (__any_sync(0xffffffffu, s_max == inf)) {
+        s_max = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float x = fabsf(state.s[n][e]);
+                s_max = fmaxf(s_max, x < inf ? x : 0.0f);
+            }
         }
     }
-    s_max = warp_max_positive(s_max);
+    return warp_max_positive(s_max);
+}
+
+// Chooses new units from the exact maxima, s_max in the state's units, so that the larger of |v| and 2^headroom |S| has exponent `target`. Returns
+// the largest |S| in the new ones. Rare; an infinite v leaves the units as they are.
+KDA_DEVICE float choose_units(StateTile& state, float s_max, float v_max, int headroom, int target) {
+    const float inf = __int_as_float(0x7f800000);
     // Exponents rather than values: s may be far out of f16's range, v in true units far out of s's.
     const int s_log = s_max > 0.0f ? ilogb_fast(s_max) + headroom + state.exponent : -1000;
     const int v_log = v_max > 0.0f ? ilogb_fast(v_max) : -1000;
@@ -59,16 +76,25 @@ KDA_DEVICE float choose_units(StateTile& state, float v_max, int headroom, int t
     }
     if (!(v_max < inf)) return s_max;
     const int exponent = max(-100, min(log - target, 117));
-    const int move = state.exponent - exponent;
-    // Two steps: a single power of two might leave fp32's exponents.
-    const float half = exp2_int(max(-126, min(move / 2, 127))), rest = exp2_int(max(-126, min(move - move / 2, 127)));
+    const int move = state.exponent - exponent, near = max(-126, min(move, 127));
+    const float scale = exp2_int(near);
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) state.s[n][e] = state.s[n][e] * half * rest;
+        for (int e = 0; e < 4; ++e) state.s[n][e] *= scale;
+    }
+    s_max *= scale;
+    if (near != move) {  // a single power of two would leave fp32's exponents
+        const float rest = exp2_int(max(-126, min(move - near, 127)));
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) state.s[n][e] *= rest;
+        }
+        s_max *= rest;
     }
     state.exponent = exponent;
-    return s_max * half * rest;
+    return s_max;
 }
 
 // One chunk. `image`: the stage in shared memory; `v_tile`: [32 tokens x 64] bf16, tile_offset layout; v0: the warp's first
@@ -104,7 +130,7 @@ KDA_DEVICE int advance_chunk(StateTile& state, u32 image, u32 v_tile, int v0, fl
         const float s_units = fmaxf(f16_lo(s_max), f16_hi(s_max)) * (1 << kStateHeadroom);
         const float largest = warp_max_positive(fmaxf(v_units, s_units));
         if (!(largest >= kUnitsLow && largest <= kUnitsHigh) || state.exponent < -100) {
-            choose_units(state, warp_max_positive(v_true), kStateHeadroom, kUnitsTarget);
+            choose_units(state, largest_of(state), warp_max_positive(v_true), kStateHeadroom, kUnitsTarget);
             pack_state(a, state);
         }
     }
@@ -201,19 +227,32 @@ KDA_DEVICE int advance_chunk(StateTile& state, u32 image, u32 v_tile, int v0, fl
     return exponent;
 }
 
-// The state of one (slot, head), V-major fp32 or bf16, from and to C tiles.
-KDA_DEVICE void load_state(StateTile& state, const void* base, i64 element, bool is_bf16) {
+// The state of one (slot, head), V-major fp32 or bf16, from and to C tiles: element (row gid or gid + 8, channels 8 n + 2 tid and + 1).
+KDA_DEVICE i64 lane_element(i64 element) {
     const int lane = threadIdx.x & 31, gid = lane >> 2, tid = lane & 3;
+    return element + gid * kHeadDim + 2 * tid;
+}
+KDA_DEVICE constexpr int pair_offset(int n, int r) { return 8 * r * kHeadDim + 8 * n; }
+
+KDA_DEVICE void load_state(StateTile& state, const void* base, i64 element, bool is_bf16) {
+    element = lane_element(element);
+    if (is_bf16) {
+        const u16* from = static_cast<const u16*>(base) + element;
 #pragma unroll
-    for (int n = 0; n < 16; ++n) {
+        for (int n = 0; n < 16; ++n) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const i64 at = element + (gid + 8 * r) * kHeadDim + 8 * n + 2 * tid;
-            if (is_bf16) {
-                const u32 pair = *reinterpret_cast<const u32*>(static_cast<const u16*>(base) + at);
+            for (int r = 0; r < 2; ++r) {
+                const u32 pair = *reinterpret_cast<const u32*>(from + pair_offset(n, r));
                 state.s[n][2 * r] = bf16_lo(pair), state.s[n][2 * r + 1] = bf16_hi(pair);
-            } else {
-                const Float2 pair = *reinterpret_cast<const Float2*>(static_cast<const float*>(base) + at);
+            }
+        }
+    } else {
+        const float* from = static_cast<const float*>(base) + element;
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const Float2 pair = *reinterpret_cast<const Float2*>(from + pair_offset(n, r));
                 state.s[n][2 * r] = pair.x, state.s[n][2 * r + 1] = pair.y;
             }
         }
@@ -221,14 +260,25 @@ KDA_DEVICE void load_state(StateTile& state, const void* base, i64 element, bool
     state.exponent = 0;
 }
 KDA_DEVICE void store_state(const StateTile& state, void* base, i64 element, bool is_bf16) {
-    const int lane = threadIdx.x & 31, gid = lane >> 2, tid = lane & 3;
+    element = lane_element(element);
+    if (!is_bf16 && abs(state.exponent) <= 126) {
+        const float scale = exp2_int(state.exponent);
+        float* to = static_cast<float*>(base) + element;
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                *reinterpret_cast<Float2*>(to + pair_offset(n, r)) = Float2{state.s[n][2 * r] * scale, state.s[n][2 * r + 1] * scale};
+        }
+        return;
+    }
     const int half = state.exponent / 2;
     const float a = exp2_int(half), b = exp2_int(state.exponent - half);
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const i64 at = element + (gid + 8 * r) * kHeadDim + 8 * n + 2 * tid;
+            const i64 at = element + pair_offset(n, r);
             const float lo = state.s[n][2 * r] * a * b, hi = state.s[n][2 * r + 1] * a * b;
             if (is_bf16)
                 *reinterpret_cast<u32*>(static_cast<u16*>(base) + at) = pack_bf16(lo, hi);

@@ -78,9 +78,11 @@ KDA_DEVICE Chunk chunk_of(const Sequence& s, int c) {
     return chunk;
 }
 
-KDA_DEVICE i64 slot_base(const KdaArgs& args, int n) {
-    return sequence_start(args, n) / kChunk + static_cast<i64>(n) * (args.checkpoint_state ? 2 : 1);
+// `start`: sequence_start(args, n).
+KDA_DEVICE i64 slot_base(const KdaArgs& args, int n, i64 start) {
+    return start / kChunk + static_cast<i64>(n) * (args.checkpoint_state ? 2 : 1);
 }
+KDA_DEVICE i64 slot_base(const KdaArgs& args, int n) { return slot_base(args, n, sequence_start(args, n)); }
 
 // The last n with slot_base(n) + n * more <= slot, by the whole warp: 32 probes a round, three rounds for 20,000 sequences.
 KDA_DEVICE int sequence_of_slot(const KdaArgs& args, i64 slot, i64 more = 0) {

@@ -99,6 +99,7 @@ struct ChainMemory {
 // The chunks of its sequence that it does: all of them. Where it did not begin at the first or end at the last, it would take the state
 // from, or give it to, another chain: as it is, so that nothing tells where the cut was.
 struct WholeSequence {
+    KDA_DEVICE Sequence sequence(const KdaArgs& args, int n) const { return load_sequence(args, n); }
     KDA_DEVICE int begin() const { return 0; }
     KDA_DEVICE int end(const Sequence& seq) const { return seq.num_chunks; }
     KDA_DEVICE void take(StateTile&, ChainMemory&, int) const {}
@@ -225,7 +226,7 @@ template <typename Stages, typename Part>
 KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const Part& part, Stages& stages) {
     const int thread = threadIdx.x % kChainThreads, lane = threadIdx.x & 31, tid = lane & 3;
     const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // uniform, as far as the compiler can tell
-    const Sequence seq = load_sequence(args, unit.n);
+    const Sequence seq = part.sequence(args, unit.n);
     const int begin = part.begin(), num_chunks = uniform(part.end(seq) - begin);
     const bool ends = part.end(seq) == seq.num_chunks;
     const int checkpoint_chunk = (seq.checkpoint + kChunk - 1) / kChunk - 1 - begin;  // below 0: none
@@ -238,9 +239,11 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
     StateTile state;
     ChainMemory before{};
     const i64 slot = state_slot(args, unit.n);
+    bool is_given = args.initial_state && slot >= 0;
+    if (is_given && args.has_initial_state) is_given = args.has_initial_state[unit.n];
     if (begin > 0) {
         part.take(state, before, warp);
-    } else if (args.initial_state && slot >= 0 && (!args.has_initial_state || args.has_initial_state[unit.n])) {
+    } else if (__any_sync(0xffffffffu, is_given)) {  // one question: else zeros come first, whatever the answer
         load_state(state, args.initial_state, slot * args.initial_slot + head, args.flags & kInitialBf16);
     } else {
 #pragma unroll
@@ -302,8 +305,8 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
     };
     // A lane has v of a quarter of the tokens. 5 %: rounding is no contraction.
     auto bound_next = [&](float v_max) { bound = fmaf(v_max * (1.05f * kChunk / 4), v_max, bound); };
-    auto new_units = [&](float v_max) {
-        const float largest = choose_units(state, warp_max_positive(v_max), kChainHeadroom, kChainTarget);
+    auto new_units = [&](float s_max, float v_max) {
+        const float largest = choose_units(state, s_max, warp_max_positive(v_max), kChainHeadroom, kChainTarget);
         bound = kHeadDim / 4 * largest * largest;
         bound_next(v_max * exp2_int(-state.exponent));
     };
@@ -347,13 +350,14 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
     auto all_is_well = [](u32 judgement) { return __reduce_or_sync(0xffffffffu, judgement) == kLarge; };
 
     auto spot = stages.spot();
+    const float s_max = largest_of(state);  // while the image may be under way
     stages.wait(spot);
     load_v(spot.tile);
     load_decay(spot.image);
     {
         const float v_max = measure_v();
         bound = before.bound, units = before.units;
-        if (begin == 0 || !all_is_well(judge(v_max, before.shifted))) new_units(v_max);
+        if (begin == 0 || !all_is_well(judge(v_max, before.shifted))) new_units(s_max, v_max);
     }
     shift_decay();
     snapshot();
@@ -446,7 +450,7 @@ KDA_DEVICE void compute_chain(const KdaArgs& args, const ChainUnit& unit, const 
                 store_state(state, args.checkpoint_state, unit.n * args.checkpoint_slot + head, args.flags & kCheckpointBf16);
             if (!more) break;
             shift_decay();
-            if (!all_is_well(judgement)) new_units(v_max);
+            if (!all_is_well(judgement)) new_units(largest_of(state), v_max);
         }
         snapshot();
         multiply_state(spot.image);

@@ -58,9 +58,10 @@ struct TileOutput {
     i64 token;  // of the batch row
     i32 row, column, valid;
 };
-// Chunks [first, last) of a unit; n < 0: no more.
+// Chunks [first, last) of a unit, and its sequence, which is looked up once for all; n < 0: no more.
 struct alignas(16) Piece {
     i32 n, hv, first, last;
+    Sequence seq;
 };
 
 struct FusedSmem {
@@ -105,10 +106,11 @@ static_assert(sizeof(HandedState) == 69696, "keep kda_jit/backends/cuda.py in st
 struct PieceOfSequence {
     const FusedArgs& args;
     u32 rank;
-    int first, last;
+    const Piece& piece;
 
-    KDA_DEVICE int begin() const { return first; }
-    KDA_DEVICE int end(const Sequence&) const { return last; }
+    KDA_DEVICE Sequence sequence(const KdaArgs&, int) const { return piece.seq; }
+    KDA_DEVICE int begin() const { return piece.first; }
+    KDA_DEVICE int end(const Sequence&) const { return piece.last; }
     KDA_DEVICE HandedState& handed(u32 cluster) const { return reinterpret_cast<HandedState*>(args.kda.workspace)[cluster]; }
     KDA_DEVICE i64 element(int warp) const { return (rank * kChainColumns + warp * kVRows) * kHeadDim; }
 
@@ -155,8 +157,9 @@ struct PieceRound {
     }
     KDA_DEVICE Piece take() {
         mbarrier_wait(full(), parity());
-        const Quad32 x = load_shared_quad(shared_address(smem.pieces) + number % kPieces * static_cast<u32>(sizeof(Piece)));
-        const Piece piece{uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w)};
+        const Piece& found = smem.pieces[number % kPieces];
+        const Piece piece{uniform(found.n), uniform(found.hv), uniform(found.first), uniform(found.last), found.seq};
+        __syncwarp();  // read by all
         if ((threadIdx.x & 31) == 0) mbarrier_arrive(empty_of(full()));
         __syncwarp();
         ++number;
@@ -172,33 +175,51 @@ KDA_DEVICE void for_each_piece(FusedSmem& smem, Work work) {
     for (Piece piece = pieces.take(); __any_sync(0xffffffffu, piece.n >= 0); piece = pieces.take()) work(piece);
 }
 
+// Shares are of sequences in order, without a gap before the first; whatever else cu_seqlens says is done unit by unit. By one warp.
+KDA_DEVICE bool in_order(const KdaArgs& args) {
+    constexpr int kStep = 31;  // a lane compares its sequence's start with the next lane's
+    const int lane = threadIdx.x & 31;
+    bool yes = true;
+#pragma unroll 1
+    for (int n = 0; n < args.N; n += kStep) {
+        const int own = min(n + lane, args.N), start = static_cast<int>(sequence_start(args, own));  // below 2^31: more tokens fit no GPU
+        const int next = __shfl_sync(0xffffffffu, start, min(lane + 1, 31));
+        yes &= start <= next && (own > 0 || start < kChunk);
+    }
+    return __all_sync(0xffffffffu, yes);
+}
+
 // Finds a cluster's pieces, one after another, and tells all who work on them; by one warp, ahead of them.
-KDA_DEVICE void find_pieces(const FusedArgs& args, FusedSmem& smem, bool shares) {
+KDA_DEVICE void find_pieces(const FusedArgs& args, FusedSmem& smem) {
     const KdaArgs& kda = args.kda;
-    const i64 cluster = blockIdx.x >> 1, units = static_cast<i64>(kda.N) * kda.HV;
+    const int cluster = static_cast<int>(blockIdx.x >> 1);
     PieceRound pieces(smem);
-    if (!shares) {
+    if (args.share == 0 || !in_order(kda)) {
+        const i64 units = static_cast<i64>(kda.N) * kda.HV;
 #pragma unroll 1
         for (i64 unit = cluster; unit < units; unit += gridDim.x >> 1) {
             const int n = static_cast<int>(unit) / kda.HV, hv = static_cast<int>(unit) - n * kda.HV;
-            pieces.announce(Piece{n, hv, 0, load_sequence(kda, n).num_chunks});
+            const Sequence seq = load_sequence(kda, n);
+            pieces.announce(Piece{n, hv, 0, seq.num_chunks, seq});
         }
-    } else {
-        const auto base_of = [&](int n) { return slot_base(kda, n) + n * args.change; };
-        const i64 all = base_of(kda.N) * kda.HV, stop = min(cluster * args.share, all);
+    } else {  // whoever planned the shares saw to it that all slots can be counted in 32 bits
+        const int share = static_cast<int>(args.share), change = static_cast<int>(args.change);
+        const auto base_of = [&](int n, i64 start) { return static_cast<int>(slot_base(kda, n, start)) + n * change; };
+        const int all = base_of(kda.N, sequence_start(kda, kda.N)) * kda.HV, stop = min(cluster * share, all);
 #pragma unroll 1
-        for (i64 at = min(stop + args.share, all); __any_sync(0xffffffffu, at > stop);) {  // the end of the slots that are left
-            const int n = sequence_of_slot(kda, (at - 1) / kda.HV, args.change), num_chunks = load_sequence(kda, n).num_chunks;
-            const i64 base = base_of(n) * kda.HV, slots = base_of(n + 1) - base_of(n);
-            const int hv = static_cast<int>((at - 1 - base) / slots);
-            const i64 unit = base + hv * slots;
-            const int first = static_cast<int>(max(unit, stop) - unit), last = static_cast<int>(at - unit);
+        for (int at = min(stop + share, all); __any_sync(0xffffffffu, at > stop);) {  // the end of the slots that are left
+            const int n = sequence_of_slot(kda, static_cast<u32>(at - 1) / static_cast<u32>(kda.HV), change);
+            const Sequence seq = load_sequence(kda, n);
+            const i64 start = seq.batch * kda.T + seq.first;
+            const int base = base_of(n, start), slots = base_of(n + 1, start + seq.length) - base;
+            const int hv = static_cast<int>(static_cast<u32>(at - 1 - base * kda.HV) / static_cast<u32>(slots));
+            const int unit = base * kda.HV + hv * slots, first = max(unit, stop) - unit, last = at - unit;
             at = unit + first;
-            if (__any_sync(0xffffffffu, first == 0 || first < num_chunks))  // else slots without a chunk
-                pieces.announce(Piece{n, hv, first, min(last, num_chunks)});
+            if (__any_sync(0xffffffffu, first == 0 || first < seq.num_chunks))  // else slots without a chunk
+                pieces.announce(Piece{n, hv, first, min(last, seq.num_chunks), seq});
         }
     }
-    pieces.announce(Piece{-1, 0, 0, 0});
+    pieces.announce(Piece{-1, 0, 0, 0, Sequence{}});
 }
 
 // The chain's view: images from both CTAs in turn, tiles of its own. Image j of the peer lies there where image j of this CTA lies here.
@@ -265,7 +286,7 @@ KDA_DEVICE void move_tiles(const FusedArgs& args, FusedSmem& smem, u32 rank) {
         __syncwarp();  // one thread's copy refills all of it
     };
     for_each_piece(smem, [&](const Piece& piece) {
-        const Sequence seq = load_sequence(kda, piece.n);
+        const Sequence& seq = piece.seq;
         const int column = piece.hv * kHeadDim + static_cast<int>(rank) * kChainColumns;
 #pragma unroll 1
         for (int c = piece.first; c < piece.last; ++c, tiles.advance()) {
@@ -307,20 +328,19 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
     };
     u32 number = 0;  // of a piece's first chunk among the cluster's
     for_each_piece(smem, [&](const Piece& piece) {
-        if (piece.first == 0) prefetch_state(kda, piece.n, piece.hv, rank * kChainColumns, kChainColumns);  // long before the chain wants it
-        const Sequence seq = load_sequence(kda, piece.n);
+        const Sequence& seq = piece.seq;
         int c = piece.first + ((number ^ rank) & 1);
         number += piece.last - piece.first;
-        if (c >= piece.last) return;
         const ChunkInputs first = locate_inputs(kda, seq.batch, seq.first, 1, piece.hv);
-        ChunkScalars scalars[2] = {read_scalars(kda, first, piece.hv, 0), read_scalars(kda, first, piece.hv, 1)};
         const int h = kda.HV == kda.H ? piece.hv : piece.hv / (kda.HV / kda.H);
-#pragma unroll 1
-        for (; c < piece.last; c += 2) {
-            const Chunk chunk = chunk_of(seq, c);
-            const ChunkInputs in = inputs_from(first, chunk.start, chunk.valid);
-            scalars[0].beta = read_beta(in);
-            u8* image = begin();
+        // Begins to load chunk c to the next slot.
+        u8* image;
+        Chunk chunk;
+        u16 beta;
+        const auto ask = [&] {
+            chunk = chunk_of(seq, c);
+            beta = read_beta(inputs_from(first, chunk.start, chunk.valid));
+            image = begin();
             const u32 to = slot.of(smem.own), landed = to + kLanded;
             if (elect_one()) {  // whole tiles: a quad clears what came from past the sequence's end
                 mbarrier_expect_bytes(landed, 6 * kHalfTile);
@@ -333,11 +353,24 @@ KDA_DEVICE void load_chunks(const FusedArgs& args, FusedSmem& smem, u32 rank) {
                 }
             }
             __syncwarp();
+        };
+        const bool has_chunks = c < piece.last;
+        if (has_chunks) ask();
+        // Behind the first copies, which are waited for first; ptxas would put arithmetic with scalars, and so the wait for them, ahead of the copies.
+        if (piece.first == 0) prefetch_state(kda, piece.n, piece.hv, rank * kChainColumns, kChainColumns);
+        if (!has_chunks) return;
+        ChunkScalars scalars[2] = {read_scalars(kda, first, piece.hv, 0), read_scalars(kda, first, piece.hv, 1)};
+#pragma unroll 1
+        while (true) {
+            scalars[0].beta = beta;
             write_scalars(image, scalars[0], chunk.valid, 0);
             write_scalars(image, scalars[1], chunk.valid, 1);
             __syncwarp();
-            if (elect_one()) mbarrier_arrive(landed);
+            if (elect_one()) mbarrier_arrive(slot.of(smem.own) + kLanded);
             slot.advance();
+            c += 2;
+            if (c >= piece.last) break;
+            ask();
         }
     });
     for (int end = 0; end < kQuads; ++end) {  // every quad is to find one
@@ -424,18 +457,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         if (args.kda.T > 0)  // else there are none
             prefetch_tensor_map(args.k), prefetch_tensor_map(args.q), prefetch_tensor_map(args.g), prefetch_tensor_map(args.v), prefetch_tensor_map(args.out);
     }
-    // Shares are of sequences in order, without a gap before the first; whatever else cu_seqlens says is done unit by unit.
-    bool in_order = sequence_start(args.kda, 0) < kChunk;
-    if (args.share != 0)
-        for (int n = threadIdx.x; n < args.kda.N; n += kThreads) in_order &= sequence_start(args.kda, n) <= sequence_start(args.kda, n + 1);
-    in_order = __syncthreads_and(in_order);
-    cluster_sync();
+    __syncthreads();
+    cluster_meet();
     if (warp < 4) {  // 128 x 192 + 384 x 80 + 128 x 48 registers, of 640 x 96
         raise_registers<192>();
         FusedStages stages(smem, rank);
         for_each_piece(smem, [&](const Piece& piece) {
             const ChainUnit unit{piece.n, piece.hv, static_cast<int>(rank)};
-            compute_chain(args.kda, unit, PieceOfSequence{args, rank, piece.first, piece.last}, stages);
+            compute_chain(args.kda, unit, PieceOfSequence{args, rank, piece}, stages);
         });
     } else if (warp < 4 + 4 * kQuads) {
         lower_registers<80>();
@@ -448,7 +477,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         } else if (warp == 5 + 4 * kQuads) {
             move_tiles(args, smem, rank);
         } else if (warp == 6 + 4 * kQuads) {
-            find_pieces(args, smem, in_order && args.share != 0);
+            find_pieces(args, smem);
         } else {
             send_images(smem, rank);
         }
