@@ -23,17 +23,18 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads, 6) kda_prepare(con
     const u32 slot = blockIdx.x / args.HV, hv = blockIdx.x % args.HV;
     const int n = sequence_of_slot(args, slot);
     const Sequence seq = load_sequence(args, n);
-    const int c = static_cast<int>(slot - slot_base(args, n));
+    const int c = static_cast<int>(slot - slot_base(args, n, seq.batch * args.T + seq.first));
     if (c >= seq.num_chunks) return;
     const Chunk chunk = chunk_of(seq, c);
     const ChunkInputs in = locate_inputs(args, seq.batch, seq.first + chunk.start, chunk.valid, hv);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform, for the compiler too
     const Quarter part{warp % 2, warp / 2};
     fetch_quarter(smem.image, in, part);
+    finish_quarter(args, in, hv, smem.image, part);
 #if __CUDA_ARCH__ >= 900
+    // Not before the inputs have come: of many heads of short sequences, states are as many bytes.
     if (c == 0 && warp == 1 && args.N * args.HV <= kPrefetchedStates) prefetch_state(args, n, hv, 0, kHeadDim);
 #endif
-    finish_quarter(args, in, hv, smem.image, part);
     const PrepareBarriers barriers{1};
     barriers.all();
     prepare_chunk(args.lower_bound, smem.image, smem.scratch, part, barriers, [] {}, [] {});
