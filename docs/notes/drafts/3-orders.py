@@ -1,6 +1,6 @@
 """Orders of what a chain does in a round: a folder of kernels_src for each, to be timed.
 
-    python docs/notes/drafts/1-orders.py FOLDER
+    python docs/notes/drafts/3-orders.py FOLDER
     KDA_JIT_KERNELS_SRC=FOLDER/xxor kda-jit bench --case 1x16384_h16 --schedule pipeline
 
 A name has four letters: where the next V is loaded, measured and judged (x: beside X, r: beside
