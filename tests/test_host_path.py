@@ -420,6 +420,19 @@ def test_one_fused_kernel_is_all_there_is(machine, monkeypatch):
         assert last_launch().kernels == ("kda_fused",)
 
 
+@pytest.mark.parametrize("tokens", [32 * 66, 10**6, 2**30])
+def test_shares_are_counted_in_32_bits_or_there_are_none(tokens):
+    """By the kernel: a cluster's number times a share, and the end of the last one's."""
+    clusters, N = 66, 3
+    p = SimpleNamespace(HV=96, B=1, T=tokens, N=N, checkpoint_state=None)
+    share, nbytes = cuda._share(p, clusters)
+    slots = p.HV * (tokens // 32 + N * (1 + cuda._CHANGE_SLOTS))
+    if tokens < 2**30:
+        assert clusters * share >= slots and (clusters + 1) * share < 2**31 and nbytes > 0
+    else:
+        assert slots > 2**31 and (share, nbytes) == (0, 0)
+
+
 def test_tensor_maps_are_those_of_the_tensors_and_made_once(machine, monkeypatch):
     made = []
 

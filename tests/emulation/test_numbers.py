@@ -108,6 +108,43 @@ def test_laws(emulated: Emulator, name: str) -> None:
         law(emulated, case)
 
 
+@pytest.mark.parametrize(
+    "state, values, logit",
+    [
+        pytest.param(0.0, (-120, 115, 115), None, id="from tiny to huge"),
+        pytest.param(0.0, (115, -120, -120), None, id="from huge to tiny"),
+        pytest.param(2.0**-112, (-120, -120), -20.0, id="a tiny state, tiny betas"),
+        pytest.param(2.0**100, (-120, 115), -20.0, id="a huge one, and huge values"),
+    ],
+)
+def test_units_go_from_one_end_of_fp32_to_the_other(
+    emulated: Emulator, state: float, values: tuple[int, ...], logit: float | None
+) -> None:
+    """Exponents of v, a chunk each: further apart than a single power of two takes them."""
+    x = Case(seed=86, lengths=(32 * len(values),), heads=2).tensors()
+    assert x.initial_state is not None
+    v = x.v * torch.tensor(values).exp2().repeat_interleave(32)[None, :, None, None].to(x.v.dtype)
+    x = x.replace(v=v, initial_state=x.initial_state * state)
+    if logit is not None:
+        # Of values as of states: without it both forget the first chunk.
+        x = x.replace(beta=torch.full_like(x.beta, logit), g=torch.full_like(x.g, -12.0))
+    want = x.reference()
+    out, final = emulated.prefill(x)
+    assert_close("out", out, want.out, 1e-2, cu_seqlens=x.cu_seqlens)
+    assert_close("final_state", final, want.final_state, 2e-3)
+
+
+def test_infinite_elements_of_a_state_do_not_choose_its_units(emulated: Emulator) -> None:
+    x = Case(seed=87, lengths=(70,), heads=1).tensors()
+    assert x.initial_state is not None
+    state = x.initial_state.clone()
+    state[0, 0, 5, 7], state[0, 0, 6] = float("inf"), NAN
+    want = x.reference()
+    _, final = emulated.prefill(x.replace(initial_state=state))
+    rows = [row for row in range(128) if row not in (5, 6)]
+    assert_close("final_state", final[:, :, rows], want.final_state[:, :, rows], 2e-3)
+
+
 def test_a_slot_that_the_pool_does_not_have_is_neither_read_nor_written(emulated: Emulator) -> None:
     x, _, _ = exact(Case(seed=84, lengths=(40, 30, 20, 10), heads=2))
     assert x.initial_state is not None
