@@ -35,8 +35,8 @@ KDA_DEVICE void pack_state(u32 (&a)[8][4], const StateTile& state) {
     }
 }
 
-// A sequence's first and last instructions are executed once, by warps that have to fetch them first, which takes longer than they do. So
-// what is usual has the fewest there can be, and what is rare, but costs more of them, stands apart from it.
+// All else waits while a sequence's first and last instructions are executed, some 500 of them a microsecond. So what is usual has the fewest
+// there can be, and what is rare, but costs more of them, stands apart from it.
 
 // The largest |S| of the warp's rows, in units; NaN and inf do not count.
 KDA_DEVICE float largest_of(const StateTile& state) {
