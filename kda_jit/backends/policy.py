@@ -12,15 +12,18 @@ Thresholds lie between cases of benchmarks/results/development/2026-12-01-which-
 
 from __future__ import annotations
 
+import math
+
 
 def hopper_schedule(N: int, tokens: int, HV: int, sm_count: int) -> str:
     """A name in `kda_jit.backends.cuda.SCHEDULES`, for N sequences of `tokens` tokens in all.
 
-    Lengths are on the device, so it takes them to be equal: where one of a few sequences is much
-    longer than the others, `fused` may be a tenth slower than `hopper_single` (mixed_8192_h12).
+    Lengths are on the device, so it takes them to be equal. Where one of a few sequences is much
+    longer than the others, `fused` may be a fifth slower than `hopper_single`, whose chains take
+    half as long.
     """
     heads = N * HV  # of sequences
-    if sm_count >= 2 and tokens >= _least_fused(heads, sm_count) * N:
+    if sm_count >= 2 and tokens >= _least_fused(N, heads, sm_count) * N:
         return "fused"
     # Preparing binds `pipeline` where heads are more than a fifth of the SMs. With very few heads
     # `hopper_single` prepares in no time, too.
@@ -30,11 +33,14 @@ def hopper_schedule(N: int, tokens: int, HV: int, sm_count: int) -> str:
     return "hopper_single" if 2 * heads <= sm_count else "hopper"
 
 
-def _least_fused(heads: int, sm_count: int) -> float:
+def _least_fused(N: int, heads: int, sm_count: int) -> float:
     """Tokens a sequence from which `fused` is the fastest; its clusters are pairs of SMs."""
     if 10 * heads < 3 * sm_count:
-        return float("inf")  # its chains wait for two SMs that prepare, others for all of them
+        return math.inf  # its chains wait for two SMs that prepare, others for all of them
+    if 2 * heads <= sm_count:
+        # Of several sequences one is the longest, which twelve chunks a cluster make up for.
+        return 128 if N == 1 else 192 * sm_count / heads
     if heads > sm_count:
         return 64  # the others need a second round for what is left
     # Between a head a cluster and nearly two, states go from one cluster to the next.
-    return 256 if sm_count < 2 * heads and 10 * heads < 9 * sm_count else 128
+    return 256 if 10 * heads < 9 * sm_count else 128
